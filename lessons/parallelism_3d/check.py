@@ -653,7 +653,7 @@ MISTAKES["plan_70b"] = {
             f"planner.Layout({DEGREES}, {MORE})  ->  4, 1, 16"),
     "search": ("""planner.search found it for you. Here you are the one to search, with plan and one layout after the
         other.""",
-            "return planner.Layout(  ->  run = planner.fitted_runs()[0]\n"
+            "return planner.Layout(  ->  run = planner.published_runs(fitted=True)[0]\n"
             "planner.search(*planner.plan_inputs(run)[:2], run.batch, tp=1)\nreturn planner.Layout("),
     "illegal": ("This layout cannot run at all; the reasons are those of planner.reasons_against.",
             f"{DEGREES}  ->  tp=8, pp=4, dp=1"),

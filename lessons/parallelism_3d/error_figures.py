@@ -12,7 +12,7 @@ from course_utils.draw.bars import legend, name_rows
 from course_utils.draw.style import INK, SMALL, WIDTH, new_figure
 from course_utils.hardware import GPUS
 
-from .planner import Replayed, score
+from .planner import Tried, score
 
 #: Families of published runs (`planner.published.FAMILIES`), as readers know them.
 _FAMILIES = {
@@ -22,7 +22,7 @@ _FAMILIES = {
 _GOAL, _FURTHEST = 15, 60  # percent
 
 
-def errors_by_family(rows: Sequence[Replayed], title: str) -> Figure:
+def errors_by_family(rows: Sequence[Tried], title: str) -> Figure:
     """Draw the errors of published runs, a lane for each family, with their median size, bias, and what the best
     constant guess reaches. Fitted runs are hollow and not in medians; the grey band is 15 %; errors beyond 60 % are
     triangles there.

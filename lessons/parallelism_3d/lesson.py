@@ -466,7 +466,7 @@ figures.errors_by_family(replays, "modelled against recorded: errors by family o
 # %%
 for each in replays:
     if each.run.table in ("megatron-weak", "llama-3"):
-        print(f"{each.name:38}{str(each.plan.layout):31}{each.error:+7.1%}", "fitted" * each.fitted)
+        print(f"{each.run.name:38}{str(each.plan.layout):31}{each.error:+7.1%}", "fitted" * each.fitted)
 score = planner.scores(replays)["all"]
 print(f"all {score.runs} that were not fitted: median error {score.median:.1%}, ", end="")
 print(f"of the best constant guess {score.guess:.1%}")
@@ -758,7 +758,7 @@ second = predict("most of a step, after computing", ["tensor", "pipeline", "data
 
 # %% tags=["deeper"]
 ten = planner.replay(recorded.MEGATRON_RUNS)
-plans = {each.name: each.plan for each in ten}
+plans = {each.run.name: each.plan for each in ten}
 figures.layout_bars(plans, "modelled: a step of ten published runs")
 
 # %% jupyter={"source_hidden": true} tags=["deeper"]
@@ -930,9 +930,9 @@ for title, some in (("held out", replays), ("exam", exam)):
         if each := scores.get(family):
             print(f"{title:8} {family:13}{each.runs:4} runs, median {each.median:5.1%},", end="")
             print(f" bias {each.bias:+6.1%}, best constant guess {each.guess:5.1%}")
-constants = planner.fit(planner.fitted_runs())
+constants = planner.fit(planner.published_runs(fitted=True))
 print(f"fitted: {constants.matmul:.3f} (Ampere) and {constants.matmul_hopper:.3f} (Hopper), to")
-print("; ".join(run.name for run in planner.fitted_runs()))
+print("; ".join(run.name for run in planner.published_runs(fitted=True)))
 
 # %% jupyter={"source_hidden": true} tags=["deeper"]
 for some in (replays, exam):
@@ -979,7 +979,7 @@ guessed.compare(100 * planner.scores(exam)["all"].guess)
 # %% tags=["deeper"]
 worst = sorted(replays, key=lambda each: -abs(each.error))[:10]
 for each in worst:
-    print(f"{each.name:42}{str(each.plan.layout):30}{each.error:+6.0%}  {each.run.title[:30]}")
+    print(f"{each.run.name:42}{str(each.plan.layout):30}{each.error:+6.0%}  {each.run.title[:30]}")
 for run in recorded.ZERO3_RUNS[:3]:
     size = planner.plan_inputs(run)[0]
     seconds = run.batch * run.length * size.flops_per_token("full") / (run.gpus * run.tflops * 1e12)

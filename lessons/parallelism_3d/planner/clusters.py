@@ -59,18 +59,18 @@ CLUSTERS: Mapping[str, tuple[str, int, float]] = {
     "DGX A100": ("a100", 8, 200e9), "DGX H100": ("h100", 8, 400e9), "DGX H200": ("h200", 8, 400e9),
     "DGX B200": ("b200", 8, 400e9), "GB200 NVL72": ("gb200", 72, 400e9),
 }
-#: Seconds of a hop between nodes and share of the port that collectives reach, where they are not InfiniBand's. EFA: an
+#: Seconds of a hop between nodes, and share of the port that collectives reach (None: the planner's constant). EFA: an
 #: all-reduce over four nodes of B200 takes 48 to 150 us, 77 in the median, for each of 6 hops beside its bytes at 0.74
 #: of the port, from 16 MiB to 4 GiB (Bekman, ml-engineering, network/README.md).
-_FABRICS: Mapping[str, tuple[float | None, float]] = {"infiniband": (None, 1.0), "efa": (77e-6, 0.74)}
+_FABRICS: Mapping[str, tuple[float, float | None]] = {
+    "infiniband": (LINKS["ib_ndr"].latency, None), "efa": (77e-6, 0.74),
+}
 
 
 @cache
 def cluster(name: str, gpus: int) -> GpuCluster:
-    """Return `gpus` GPUs in nodes of the kind `name`, one of `CLUSTERS`.
-
-    An NVL72 is one node of 72 GPUs; a job on more than one takes as many of each as divide its GPUs.
-    """
+    """Return `gpus` GPUs in nodes of the kind `name`, one of `CLUSTERS`; of more than one NVL72 as many of each as
+    divide them."""
     if name not in CLUSTERS:
         raise ValueError(f"a cluster is one of {', '.join(CLUSTERS)}, got {name!r}")
     gpu, domain, port = CLUSTERS[name]
@@ -102,13 +102,7 @@ def own_cluster(
             raise ValueError(f"{name} is in bytes per second, from 1e8 to 2e12, got {speed:g}{meant}")
     if fabric not in _FABRICS:
         raise ValueError(f"fabric must be one of {', '.join(_FABRICS)}, got {fabric!r}")
-    (intra, inter), (latency, share) = links(gpu, network), _FABRICS[fabric]
-    if latency is not None:
-        inter, busbw_network = (latency, inter[1]), busbw_network or share * network / 8
-    return GpuCluster(gpu, gpus, per_node, intra, inter, (busbw_node, busbw_network), memory_bytes)
-
-
-def links(gpu: str, network: float) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Latency and seconds per byte in a node of such GPUs, and over a network of so many bits per second for each."""
-    near = LINKS[GPUS[gpu].nvlink]
-    return (near.latency, 1 / near.bandwidth), (LINKS["ib_ndr"].latency, 8 / network)
+    near, (latency, share) = LINKS[GPUS[gpu].nvlink], _FABRICS[fabric]
+    reached = busbw_node, busbw_network or (share and share * network / 8)
+    intra, inter = (near.latency, 1 / near.bandwidth), (latency, 8 / network)
+    return GpuCluster(gpu, gpus, per_node, intra, inter, reached, memory_bytes)

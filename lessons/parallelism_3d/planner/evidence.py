@@ -1,36 +1,31 @@
-"""The planner held against published runs: what it makes of each, how far off it is by family, and the fit."""
+"""The planner held against what others ran: what it makes of each layout, how far off it is by family, and the fit."""
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
 
 import numpy as np
 
 from course_utils.recorded import Run
+from course_utils.recordings import FOLDER
 from course_utils.transformer import PUBLISHED, TransformerConfig
 
-from .clusters import USABLE, GpuCluster, cluster, links
-from .held import fits, fullest
+from .clusters import CLUSTERS, USABLE, GpuCluster, cluster, own_cluster
+from .held import fits, fragments, fullest
 from .layout import Layout, broken_rules
 from .plans import Plan
-from .published import PublishedRun, published_runs
+from .published import PublishedRun
 from .rates import CONSTANTS, StepTimeConstants
 from .step_time import StepModel
-from .tried import Tried
 
-#: Names of the published runs that the shares of products in `CONSTANTS` are fitted to.
-FITTED = (
-    "llm-foundry-a100-80-19", "llm-foundry-a100-80-34", "megatron-weak-5", "torchtitan-fsdp-2", "torchtitan-fsdp-5",
-)
-
-#: GPU -> Gb/s of its network port where a source does not say, and watts by the data sheet.
-_USUAL = {"a100": (200, 400), "h100": (400, 700), "h200": (400, 700), "b200": (400, 1000)}
+#: Watts by the data sheet.
+_WATTS = {"a100": 400, "h100": 700, "h200": 700, "b200": 1000}
 #: What sources call a kernel of attention -> the planner's name. cuDNN's is about as fast as FlashAttention-3.
 _KERNELS = {"triton": "flash1", "flash": "flash1", "flash3": "flash3", "cudnn": "flash3"}
-#: Bytes per second of the A100 with 40 GB, by NVIDIA's data sheet.
-_A100_40_BANDWIDTH = 1.555e12
 
 
 def plan_inputs(run: Run | PublishedRun) -> tuple[TransformerConfig, GpuCluster, Layout, int]:
@@ -38,14 +33,12 @@ def plan_inputs(run: Run | PublishedRun) -> tuple[TransformerConfig, GpuCluster,
     if isinstance(run, Run):
         model = replace(PUBLISHED[run.model], context=run.length)
         return model, cluster(run.cluster, run.gpus), Layout(**run.layout), run.batch
-    port, watts = _USUAL[run.gpu]
-    intra, inter = links(run.gpu, (run.network_gbps or port) * 1e9)
-    bandwidth = run.memory_bandwidth or (_A100_40_BANDWIDTH if (run.gpu, run.memory_gb) == ("a100", 40) else None)
-    machine = GpuCluster(
-        run.gpu, run.gpus, min(run.gpus_per_node, run.gpus), intra, inter, memory_bytes=USABLE * run.memory_gb * 1e9,
-        memory_bandwidth=bandwidth, power=(run.power_w or watts) / watts,
+    per_node, memory_bytes = min(run.gpus_per_node, run.gpus), USABLE * run.memory_gb * 1e9
+    usual = own_cluster(
+        run.gpu, run.gpus, per_node=per_node, network=run.network_gbps * 1e9, memory_bytes=memory_bytes
     )
-    return run.model, machine, _layout(run), run.batch
+    power = (run.power_w or _WATTS[run.gpu]) / _WATTS[run.gpu]
+    return run.model, replace(usual, memory_bandwidth=run.memory_bandwidth, power=power), _layout(run), run.batch
 
 
 def _layout(run: PublishedRun) -> Layout:
@@ -73,25 +66,96 @@ def _layout(run: PublishedRun) -> Layout:
     )
 
 
-# --- fit --------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Tried:
+    """A layout as `plan` takes it, and what was measured: whether it "ran", "GB" on its fullest GPU without CUDA and
+    NCCL, "tokens/s" of each GPU, or "seconds" of a step."""
+
+    model: TransformerConfig
+    cluster: GpuCluster
+    layout: Layout
+    batch: int
+    unit: str
+    value: float
+    where: str = ""
+    run: Run | PublishedRun | None = None  # whose row it is
+
+    @property
+    def fitted(self) -> bool:
+        """Whether constants were fitted to it: its error says nothing about the planner."""
+        return getattr(self.run, "fitted", False)
+
+    @property
+    def family(self) -> str:
+        """That of the run; else moe, pipeline, tensor, fsdp or one GPU: the first that the layout has."""
+        if isinstance(self.run, PublishedRun):
+            return self.run.family
+        one = self.layout
+        has = {"moe": self.model.experts, "pipeline": one.pp > 1, "tensor": one.tp > 1, "fsdp": one.gpus > 1}
+        return next((name for name, yes in has.items() if yes), "one GPU")
+
+    def planned(self, constants: StepTimeConstants = CONSTANTS) -> Plan:
+        """What the planner makes of it, whether it fits or not."""
+        held = fullest(self.model, self.layout, self.batch)
+        return StepModel(self.model, self.cluster, constants).step(self.layout, self.batch, held)
+
+    @cached_property
+    def plan(self) -> Plan:
+        return self.planned()
+
+    @property
+    def refused(self) -> bool:
+        """Whether the planner says that it does not fit."""
+        return not fits(self.model, self.cluster, self.layout, self.batch)
+
+    @property
+    def error(self) -> float:
+        """Planned over measured, less one."""
+        if self.unit == "GB":
+            held = fullest(self.model, self.layout, self.batch)
+            return (sum(held) + fragments(self.layout, held)) / self.value / 1e9 - 1
+        return (self.plan.tokens_per_gpu if self.unit == "tokens/s" else self.plan.seconds) / self.value - 1
+
+    @property
+    def share(self) -> float:
+        """Measured share of the GPU's memory, or of its peak (in bf16 for a run, else in the format of the products);
+        operations count once, and of attention what the mask leaves."""
+        card = self.cluster.card
+        if self.unit == "GB":
+            return self.value * 1e9 / card.memory_bytes
+        once = replace(self.model, fused=True).flops_per_token("none")
+        return self.value * once / card.flops["bf16" if self.run else self.layout.products]
 
 
-def _measured(row: Run | PublishedRun | Tried) -> Tried:
-    """The step of a row and its seconds."""
-    if isinstance(row, Tried):
-        return row
-    model, machine, layout, batch = plan_inputs(row)
-    if isinstance(row, Run):
-        rate = row.tflops * 1e12 / model.flops_per_token(layout.recompute if row.counted == "hardware" else "none")
-    else:
-        rate = row.rate
-    return Tried(model, machine, layout, batch, "seconds", batch * model.context / machine.gpus / rate)
+def replay(rows: Iterable[Run | PublishedRun]) -> list[Tried]:
+    """Return published runs as layouts that somebody tried, with the plan of each: also where it does not fit."""
+    found = []
+    for run in rows:
+        model, _, layout, _ = inputs = plan_inputs(run)
+        against = [text for _, text in broken_rules(*inputs)]
+        if against:
+            raise ValueError(f"{run.name} as {layout} cannot run: " + "; ".join(against))
+        if isinstance(run, Run):
+            rate = run.tflops * 1e12 / model.flops_per_token(layout.recompute if run.counted == "hardware" else "none")
+        else:
+            rate = run.rate
+        found.append(Tried(*inputs, "tokens/s", rate, run=run))
+    return found
 
 
-def fitted_runs() -> tuple[PublishedRun, ...]:
-    """Return the published runs of `FITTED`, in that order."""
-    by_name = {run.id: run for run in published_runs(role="known")}
-    return tuple(by_name[name] for name in FITTED)
+@cache
+def layouts_measured(unit: str) -> tuple[Tried, ...]:
+    """Return the rows of a unit: 76 peaks of memory of six projects ("GB"), 109 rates of NVIDIA's pages ("tokens/s"),
+    or whether 694 layouts of Llama on 32 to 256 A100s "ran" (Hagemann et al. 2023, arXiv 2311.05610)."""
+    stored = json.loads((FOLDER / "layouts_measured.json").read_text(encoding="utf-8"))
+    kinds, found = {gpu: name for name, (gpu, *_) in CLUSTERS.items()}, []
+    for row in (dict(zip(stored["columns"], values, strict=True)) for values in stored["rows"]):
+        if row["unit"] == unit:
+            shape = {name: tuple(of) if name == "latent" else of for name, of in stored["models"][row["model"]].items()}
+            model, machine = TransformerConfig(**shape, context=row["length"]), cluster(kinds[row["gpu"]], row["gpus"])
+            layout = Layout(**row["layout"], unequal_stages=True, copied_kv=True)
+            found.append(Tried(model, machine, layout, row["batch"], unit, row["value"], row["where"]))
+    return tuple(found)
 
 
 def fit(
@@ -99,10 +163,9 @@ def fit(
 ) -> StepTimeConstants:
     """Fit the constants `names` to published runs, or to "seconds" of your own; the others stay.
 
-    Least squares on the logarithm of predicted over measured time. Raises ValueError if that takes a share beyond 0.05
-    to 1.2, which says that something else takes their time.
+    Least squares on the logarithm of predicted over measured time; a share beyond 0.05 to 1.2 is a ValueError.
     """
-    steps = [_measured(row) for row in rows]
+    steps = [row if isinstance(row, Tried) else replay([row])[0] for row in rows]
     if len(steps) < len(names):
         raise ValueError(f"{len(names)} constants need as many measured steps, got {len(steps)}")
 
@@ -110,9 +173,9 @@ def fit(
         return replace(CONSTANTS, **dict(zip(names, map(float, values), strict=True)))
 
     def errors(values: np.ndarray) -> np.ndarray:
-        models = [(each, StepModel(each.model, each.cluster, constants(values))) for each in steps]
-        times = [model.step(each.layout, each.batch, (0.0,) * 5).seconds / each.value for each, model in models]
-        return np.log(np.array(times))
+        plans = [(each, each.planned(constants(values))) for each in steps]
+        slower = [p.seconds / e.value if e.unit == "seconds" else e.value / p.tokens_per_gpu for e, p in plans]
+        return np.log(np.array(slower))
 
     values = np.array([getattr(CONSTANTS, name) for name in names])
     for _ in range(12):
@@ -127,78 +190,44 @@ def fit(
     return constants(values)
 
 
-# --- replay -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Replayed:
-    """A published run and what the planner makes of it."""
-
-    run: Run | PublishedRun
-    plan: Plan
-    published: float  # tokens per second of each GPU
-    fitted: bool  # whether constants were fitted to it: its error says nothing about the planner
-    refused: bool  # whether the planner says that it does not fit
-
-    @property
-    def name(self) -> str:
-        return self.run.name
-
-    @property
-    def family(self) -> str:
-        return self.run.family
-
-    @property
-    def error(self) -> float:
-        """Predicted over published throughput, less one."""
-        return self.plan.tokens_per_gpu / self.published - 1
-
-    @property
-    def share(self) -> float:
-        """Published share of the GPU's bf16 peak, each operation counted once, of attention what the mask leaves."""
-        once = replace(self.plan.model, fused=True).flops_per_token("none")
-        return self.published * once / self.plan.cluster.card.flops["bf16"]
-
-
-def replay(rows: Iterable[Run | PublishedRun]) -> list[Replayed]:
-    """Plan published runs; a run that takes more memory than we think there is is planned all the same."""
-    found = []
-    for run in rows:
-        one = _measured(run)
-        against = [text for _, text in broken_rules(one.model, one.cluster, one.layout, one.batch)]
-        if against:
-            raise ValueError(f"{run.name} as {one.layout} cannot run: " + "; ".join(against))
-        held = fullest(one.model, one.layout, one.batch)
-        each = StepModel(one.model, one.cluster, CONSTANTS).step(one.layout, one.batch, held)
-        published = one.batch * one.model.context / one.cluster.gpus / one.value
-        refused = not fits(one.model, one.cluster, one.layout, one.batch)
-        found.append(Replayed(run, each, published, getattr(run, "id", "") in FITTED, refused))
-    return found
-
-
 @dataclass(frozen=True)
 class Score:
-    """How far off the planner is over some runs, those left out that it was fitted to.
-
-    The best constant guess is that every run reaches one share of the peak, chosen with all these runs in view.
-    """
+    """How far off the planner is over some runs, those left out that it was fitted to."""
 
     runs: int
     median: float  # of the errors' sizes
     bias: float  # median of the errors with their sign
-    guess: float  # median size of the errors of the best constant guess
+    guess: float  # median size of the errors of one share of the peak for all, the best, with these runs in view
 
 
-def score(rows: Sequence[Replayed]) -> Score:
-    """Return the score over replayed runs."""
-    seen = [row for row in rows if not row.fitted]
-    errors, shares = [row.error for row in seen], [row.share for row in seen]
+def score(rows: Iterable[Tried]) -> Score:
+    """Return the score over runs."""
+    errors, shares = zip(*((row.error, row.share) for row in rows if not row.fitted), strict=True)
     guesses = (statistics.median(abs(guess / share - 1) for share in shares) for guess in shares)
-    size = statistics.median(map(abs, errors))
-    return Score(len(seen), size, statistics.median(errors), min(guesses))
+    return Score(len(errors), statistics.median(map(abs, errors)), statistics.median(errors), min(guesses))
 
 
-def scores(rows: Sequence[Replayed]) -> dict[str, Score]:
+def scores(rows: Sequence[Tried]) -> dict[str, Score]:
     """Return the score of each family of runs, and of all."""
     kinds = dict.fromkeys(row.family for row in rows if not row.fitted)
-    return {**{kind: score([row for row in rows if row.family == kind]) for kind in kinds}, "all": score(rows)}
+    return {**{kind: score(row for row in rows if row.family == kind) for kind in kinds}, "all": score(rows)}
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """Shares: of layouts called fitting, that ran; of those out of memory, foreseen; of those that ran, refused."""
+
+    layouts: int
+    fitting_ran: float
+    foreseen: float
+    refused: float
+
+
+def foreseen(rows: Iterable[Tried]) -> Foreseen:
+    """Return how often the planner is right about memory."""
+    seen = [(not row.refused, bool(row.value)) for row in rows]
+    fitting, failed = [ran for yes, ran in seen if yes], [yes for yes, ran in seen if not ran]
+    return Foreseen(
+        len(seen), sum(fitting) / len(fitting), 1 - sum(failed) / len(failed),
+        sum(ran and not yes for yes, ran in seen) / sum(ran for _, ran in seen),
+    )

@@ -14,20 +14,16 @@ from .layout import Layout, chunks, kv_on_rank
 #: Bytes of CUDA's context with the libraries' work areas, and of NCCL's buffers for a group.
 CONTEXT, GROUP = 0.6e9, 0.4e9
 #: What is held beside activations and buffers, as a share of them, without a pipeline and with one, whose micro-batches
-#: come and go at different times. Without: FSDP of torchtitan reserves 2 % more than is counted, in the median. With:
-#: fitted to every second layout that "ran" or did not (`tried`); nanotron's stages allocate 11 to 20 % more than is
-#: counted.
+#: come and go. Without: FSDP of torchtitan reserves 2 % more than is counted, in the median. With: fitted to every
+#: second layout that "ran" or did not (`evidence`); nanotron's stages allocate 11 to 20 % more than is counted.
 FRAGMENTS = {False: 0.02, True: 0.2}
 
 
 def stage(
     model: TransformerConfig, pp: int, v: int, rank: int, microbatches: int, unequal: bool = False
 ) -> tuple[int, int]:
-    """Layers of a pipeline rank, and layers whose activations it holds when it holds the most.
-
-    Before its first backward, 1F1B runs ``pp - rank`` micro-batches forward; `pipeline.interleaved` runs
-    ``2 (pp - rank - 1) + (v - 1) pp + 1`` chunks, `pp` micro-batches of each chunk in turn.
-    """
+    """Layers of a pipeline rank, and layers whose activations it holds before its first backward: of ``pp - rank``
+    micro-batches in 1F1B, of ``2 (pp - rank - 1) + (v - 1) pp + 1`` chunks in `pipeline.interleaved`."""
     mine = chunks(model, pp * v, unequal)[rank::pp]
     if v == 1:
         return mine[0], mine[0] * min(microbatches, pp - rank)
@@ -77,37 +73,31 @@ def fits(model: TransformerConfig, cluster: GpuCluster, layout: Layout, batch: i
 
 def kept_by_a_layer(m: TransformerConfig, layout: Layout) -> float:
     """Bytes that a layer keeps of a micro-batch for backward; the mean, if only some are computed again."""
-    tokens = layout.microbatch * m.context / layout.cp
-    code = layout.compiled, layout.keeps_fp8, layout.fused_norms, layout.keeps_gathered
-    kept, whole = (
-        m.kept(tokens, how, layout.tp, layout.sequence_parallel, *code) for how in (layout.recompute, "none")
-    )
-    return layout.recompute_share * kept + (1 - layout.recompute_share) * whole
+    tokens, share = layout.microbatch * m.context / layout.cp, layout.recompute_share
+    in_fp8 = layout.products == "fp8" and layout.zero < 3  # inputs of products
+    gathered = not layout.compiled or layout.zero == 3  # kept whole for backward; Megatron-LM gathers again
+    code = layout.tp, layout.sequence_parallel, layout.compiled, in_fp8, layout.fused_norms, gathered
+    return share * m.kept(tokens, layout.recompute, *code) + (1 - share) * m.kept(tokens, "none", *code)
 
 
-@cache
-def _each_state(zero: int, ranks: int, precision: str) -> tuple[float, float, float]:
-    """Bytes of parameters, gradients and optimizer for each parameter of a rank."""
-    each = memory.model_states(1.0, stage=zero, ranks=ranks, precision=precision)
-    return each.parameters, each.gradients, each.optimizer
+_states = cache(memory.model_states)
 
 
 def _on_rank(m: TransformerConfig, layout: Layout, rank: int, microbatches: int) -> tuple[float, ...]:
-    """Bytes of a pipeline rank, in the order of `memory.PARTS`.
-
-    Two moments can be the fullest: a backward, with activations, gathered weights and gradients that are not reduced
-    yet; and the optimizer's step, with its temporaries. In the first the loss and a layer's backward do not meet: with
-    the head on this rank and no pipeline it is the larger of the two.
-    """
+    """Bytes of a pipeline rank when it is fullest: in a backward, with gathered weights and gradients not reduced yet
+    (without a pipeline the loss and a layer's backward do not meet), or in the optimizer's step."""
     tp, cp, pp, zero, shards = layout.tp, layout.cp, layout.pp, layout.zero, layout.shards
     layers, held = stage(m, pp, layout.virtual, rank, microbatches, layout.unequal_stages)
     dense, experts = rank_parameters(m, layout, layers, rank == 0, rank == pp - 1)
     root, _ = rank_parameters(m, layout, 0, rank == 0, rank == pp - 1)
     parameters, unit = dense + experts, (dense + experts - root) / max(layers, 1)
-    of_dense, of_experts = (_each_state(zero, n, layout.precision) for n in (shards, max(1, layout.expert_shards)))
-    states = [dense * one + experts * other for one, other in zip(of_dense, of_experts, strict=True)]
+    of_dense, of_experts = (
+        _states(1.0, stage=zero, ranks=n, precision=layout.precision) for n in (shards, layout.expert_shards)
+    )
+    states = [dense * getattr(of_dense, part) + experts * getattr(of_experts, part) for part in memory.PARTS[:3]]
     tokens, apart = layout.microbatch * m.context / cp, layout.sequence_parallel
-    kept, logits = kept_by_a_layer(m, layout), tp if layout.logits_divided else 1
+    kept, divided = kept_by_a_layer(m, layout), layout.parallel_loss
+    logits = tp if (layout.compiled if divided is None else divided) else 1
     loss = m.kept_around(tokens, tp, apart, layout.loss_pieces, logits, layout.compiled)
     whole = kept_by_a_layer(m, replace(layout, recompute="none"))
     more = whole - kept_by_a_layer(m, replace(layout, recompute_share=1.0)) if layout.recompute_share else 0.0

@@ -22,29 +22,28 @@ class Layout:
     - microbatch: sequences that go through the pipeline at a time.
     - virtual: model chunks on each pipeline rank; 1 is 1F1B, more is interleaved (`pipeline.interleaved`).
     - zero: ZeRO stage over the data and context ranks; 0 is DDP, 1 the distributed optimizer, 3 FSDP. With a pipeline
-      the gradients of all micro-batches add up whole before they are reduced, and stage 3 gathers the weights once and
-      keeps them, as FSDP2 does with `reshard_after_forward=False`: stages 2 and 3 then divide between steps only.
+      gradients add up whole before they are reduced, and stage 3 gathers the weights once and keeps them (unless
+      `reshard`): stages 2 and 3 then divide between steps only.
     - recompute: what backward computes a second time. "full": every layer from its input. "selective": attention's
       scores (Korthikanti et al. 2022, arXiv 2205.05198); with fused attention, which keeps no scores, what is cheap:
       the outputs of norms and of the MLP's activation, as kernels do that fuse them with the next product. "half":
       torchtitan's per-op policy, which keeps attention and every other matrix product. Or "none".
     - recompute_share: share of the layers that it holds for; the others keep all.
     - offload: share of what layers keep that lies in the host's memory until backward, sent over PCIe.
-    - sequence_parallel: whether norms and dropout are divided along the sequence among the tensor ranks (the same).
-    - overlap: whether pipeline messages, gathers and the reduction of gradients run while the GPU computes. Those of
-      ZeRO-1 in simple code do not, nor in DeepSpeed and Megatron-LM unless they are told to.
+    - sequence_parallel: whether norms and dropout are divided along the sequence among the tensor ranks.
+    - overlap: whether pipeline messages, gathers and the reduction of gradients run while the GPU computes. With ZeRO-1
+      they do not in simple code, nor in DeepSpeed and Megatron-LM unless these are told to.
     - precision: name of `memory.PRECISIONS`; its gradient width is also what data parallelism sends.
-    - reshard: whether stage 3 frees gathered weights after each forward also with a pipeline, FSDP2's default. A block
-      is then gathered once more for each micro-batch; memory is the same, because a backward does not free.
+    - reshard: whether stage 3 frees weights after each forward with a pipeline too, FSDP2's default, and gathers them
+      for each micro-batch; memory is the same, because a backward does not free.
     - replicas: HSDP. The states are divided among ``dp * cp / replicas`` ranks, close to each other, and so many groups
       of them reduce gradients among each other once a step. 1: among all.
     - ep: ranks among which experts are divided, out of the tensor, context and data ranks.
     - expert_tp: ranks among which each expert's matrices are divided besides; 0: as many as `tp`.
     - unequal_stages: whether stages may have unequal numbers of layers (`chunks`), where layers do not divide.
     - copied_kv: whether tensor ranks beyond the key-value heads hold copies of them.
-    - order: dimensions in which ranks are numbered, the closest first. With the pipeline outermost as in Megatron-LM
-      and torchtitan, experts and gathers stay in the node as long as they can; Llama 3 had its data ranks outermost
-      (arXiv 2407.21783, section 3.3.2).
+    - order: dimensions in which ranks are numbered, the closest first. Megatron-LM and torchtitan have the pipeline
+      outermost, so that experts and gathers stay near, Llama 3 its data ranks (arXiv 2407.21783, section 3.3.2).
     - loss_pieces: pieces in which the loss takes the tokens of a micro-batch; logits exist of one at a time.
     - parallel_loss: whether logits stay divided among the tensor ranks. None: as in Megatron-LM and torchtitan if
       `compiled`; simple code gathers them whole.
@@ -97,21 +96,6 @@ class Layout:
         return self.tp, self.cp, self.pp, self.dp
 
     @property
-    def logits_divided(self) -> bool:
-        """Whether logits stay divided among the tensor ranks."""
-        return self.compiled if self.parallel_loss is None else self.parallel_loss
-
-    @property
-    def keeps_gathered(self) -> bool:
-        """Whether what was gathered for a product is kept whole for its backward; Megatron-LM gathers it again."""
-        return not self.compiled or self.zero == 3
-
-    @property
-    def keeps_fp8(self) -> bool:
-        """Whether inputs of products are kept for backward in fp8."""
-        return self.products == "fp8" and self.zero < 3
-
-    @property
     def of_expert(self) -> int:
         """Ranks among which each expert's matrices are divided."""
         return self.expert_tp or self.tp
@@ -119,7 +103,7 @@ class Layout:
     @property
     def expert_shards(self) -> int:
         """Ranks among which ZeRO divides the states of an expert."""
-        return self.shards * self.tp // (self.ep * self.of_expert)
+        return max(1, self.shards * self.tp // (self.ep * self.of_expert))
 
     def stride(self, dimension: str) -> int:
         """Distance between neighbours of a group of "tp", "cp", "pp" or "dp", in ranks."""
@@ -154,11 +138,8 @@ def kv_on_rank(model: TransformerConfig, tp: int) -> float:
 
 @cache
 def chunks(model: TransformerConfig, parts: int, unequal: bool = False) -> tuple[int, ...] | None:
-    """Layers in each of `parts` chunks, in order; None if they do not divide.
-
-    Where layers alone do not divide, embedding and head count as a layer each. If `unequal`, what is left of these goes
-    to the first chunks, as torchtitan divides (`generate_llm_fqn_per_model_part`): the last ones are the smallest.
-    """
+    """Layers in each of `parts` chunks, in order; None if they do not divide, even with embedding and head as a layer
+    each. If `unequal`, what is left goes to the first, as in torchtitan's `generate_llm_fqn_per_model_part`."""
     if model.layers % parts == 0:
         return (model.layers // parts,) * parts
     size, rest = divmod(model.layers + 2, parts)
@@ -176,7 +157,7 @@ _ALLOWED = {
     "order": tuple("-".join(names) for names in itertools.permutations(("tp", "cp", "dp", "pp"))),
 }
 #: What kind of reason a rule is, as its text says.
-_IMPOSSIBLE, _OURS, _MEGATRON = "impossible", "this planner's convention", "a rule of Megatron-LM"
+_IMPOSSIBLE, _OURS, _MEGATRON = " (impossible)", " (this planner's convention)", " (a rule of Megatron-LM)"
 #: Tokens of a step beyond which a batch was not counted in sequences: 16 times Llama 3's largest.
 _TOKENS = 2**28
 
@@ -185,70 +166,61 @@ def broken_rules(
     model: TransformerConfig, cluster: GpuCluster, layout: Layout, batch: int
 ) -> Iterator[tuple[str, str]]:
     """Yield kind and text of each rule that a layout breaks, memory aside; the text ends with whose rule it is."""
-    for kind, text, whose in _broken(model, cluster, layout, batch):
-        yield kind, f"{text} ({whose})"
-
-
-def _broken(
-    model: TransformerConfig, cluster: GpuCluster, layout: Layout, batch: int
-) -> Iterator[tuple[str, str, str]]:
     tp, cp, pp, dp = layout.degrees
     counts = (tp, cp, pp, dp, layout.microbatch, layout.virtual, batch, layout.replicas, layout.ep, layout.loss_pieces)
     if set(map(type, counts)) != {int} or min(counts) < 1:
-        text = "degrees, micro-batch, virtual stages and batch must be integers of at least 1"
-        yield "value", text, _IMPOSSIBLE
+        yield "value", "degrees, micro-batch, virtual stages and batch must be integers of at least 1" + _IMPOSSIBLE
         return
     for name, allowed in _ALLOWED.items():
         if getattr(layout, name) not in allowed:
             text = f"{name} must be one of {', '.join(map(repr, allowed))}, got {getattr(layout, name)!r}"
-            yield "value", text, _OURS
+            yield "value", text + _OURS
             return
     if not 0 <= min(layout.recompute_share, layout.offload) <= max(layout.recompute_share, layout.offload) <= 1:
-        yield "value", "recompute_share and offload are shares, from 0 to 1", _IMPOSSIBLE
+        yield "value", "recompute_share and offload are shares, from 0 to 1" + _IMPOSSIBLE
         return
     if batch * model.context > _TOKENS:
         meant = f"; did you mean {batch // model.context}?" if batch % model.context == 0 else ""
         text = f"a batch counts sequences: {batch:,} of {model.context:,} tokens are more than any run's step{meant}"
-        yield "value", text, _OURS
+        yield "value", text + _OURS
         return
     if layout.products not in cluster.card.flops:
-        yield "value", f"{cluster.card.name} has no {layout.products} arithmetic", _IMPOSSIBLE
+        yield "value", f"{cluster.card.name} has no {layout.products} arithmetic" + _IMPOSSIBLE
     if layout.gpus != cluster.gpus:
         product = f"TP {tp} x CP {cp} x PP {pp} x DP {dp}"
-        yield "gpus", f"{product} makes {layout.gpus} GPUs, the cluster has {cluster.gpus}", _IMPOSSIBLE
+        yield "gpus", f"{product} makes {layout.gpus} GPUs, the cluster has {cluster.gpus}" + _IMPOSSIBLE
     if model.heads % tp:
-        yield "heads", f"{model.heads} attention heads do not divide among TP {tp}", _MEGATRON
+        yield "heads", f"{model.heads} attention heads do not divide among TP {tp}" + _MEGATRON
     elif model.kv_heads % tp and not (layout.copied_kv and tp % model.kv_heads == 0) and not model.latent:
         text = f"{model.kv_heads} key-value heads do not divide among TP {tp}"
         copied = "; copied_kv=True copies them" if tp % model.kv_heads == 0 and not layout.copied_kv else ""
-        yield "heads", text + copied, _MEGATRON
+        yield "heads", text + copied + _MEGATRON
     elif model.ffn % tp:
-        yield "heads", f"the MLP's width {model.ffn} does not divide among TP {tp}", _MEGATRON
+        yield "heads", f"the MLP's width {model.ffn} does not divide among TP {tp}" + _MEGATRON
     if cp > 1 and model.context % (2 * cp):
-        yield "context", f"sequences of {model.context} do not divide into 2 x CP {cp} pieces", _MEGATRON
+        yield "context", f"sequences of {model.context} do not divide into 2 x CP {cp} pieces" + _MEGATRON
     if layout.sequence_parallel and tp > 1 and model.context % (tp * cp):
-        yield "context", f"sequences of {model.context} do not divide among TP {tp} x CP {cp}", _MEGATRON
+        yield "context", f"sequences of {model.context} do not divide among TP {tp} x CP {cp}" + _MEGATRON
     if pp == 1 and layout.virtual > 1:
-        yield "interleaving", f"{layout.virtual} chunks on a rank need a pipeline, PP is 1", _IMPOSSIBLE
+        yield "interleaving", f"{layout.virtual} chunks on a rank need a pipeline, PP is 1" + _IMPOSSIBLE
     elif chunks(model, pp * layout.virtual, layout.unequal_stages) is None:
         parts = f"PP {pp} x {layout.virtual} chunks" if layout.virtual > 1 else f"PP {pp}"
         also = f"nor do {model.layers + 2}, with embedding and head as a layer each"
         more = "; unequal_stages=True takes them" if chunks(model, pp * layout.virtual, True) else ""
-        yield "layers", f"{model.layers} layers do not divide among {parts}, {also}{more}", _MEGATRON
+        yield "layers", f"{model.layers} layers do not divide among {parts}, {also}{more}" + _MEGATRON
     if dp % layout.replicas:
-        yield "replicas", f"DP {dp} does not divide into {layout.replicas} replicas", _IMPOSSIBLE
+        yield "replicas", f"DP {dp} does not divide into {layout.replicas} replicas" + _IMPOSSIBLE
     elif layout.replicas > 1 and not layout.zero:
-        yield "replicas", f"{layout.replicas} replicas need states that are divided, ZeRO is 0", _IMPOSSIBLE
+        yield "replicas", f"{layout.replicas} replicas need states that are divided, ZeRO is 0" + _IMPOSSIBLE
     ranks = tp * cp * dp // layout.replicas
     if layout.ep > 1 and (not model.experts or model.experts % layout.ep):
-        yield "experts", f"{model.experts} experts do not divide among EP {layout.ep}", _MEGATRON
+        yield "experts", f"{model.experts} experts do not divide among EP {layout.ep}" + _MEGATRON
     elif model.experts and tp * cp * dp % (layout.ep * layout.of_expert * layout.replicas):
         divided = f" x {layout.of_expert} of an expert" if layout.of_expert > 1 else ""
-        yield "experts", f"TP x CP x DP {ranks} of a replica does not divide into EP {layout.ep}{divided}", _IMPOSSIBLE
+        yield "experts", f"TP x CP x DP {ranks} of a replica does not divide into EP {layout.ep}{divided}" + _IMPOSSIBLE
     if batch % (dp * layout.microbatch):
         text = f"{batch} sequences do not divide into DP {dp} x micro-batches of {layout.microbatch}"
-        yield "batch", text, _MEGATRON
-    elif layout.virtual > 1 and layout.microbatches(batch) % pp:
-        count = layout.microbatches(batch)
+        yield "batch", text + _MEGATRON
+    elif layout.virtual > 1 and (count := layout.microbatches(batch)) % pp:
         text = f"interleaving as planned here needs a multiple of PP {pp} micro-batches, got {count}"
-        yield "interleaving", text, _MEGATRON
+        yield "interleaving", text + _MEGATRON

@@ -8,6 +8,7 @@ from course_utils import costs, memory
 from course_utils.transformer import TransformerConfig
 
 from .clusters import GpuCluster
+from .held import rank_parameters
 from .layout import Layout, kv_on_rank
 from .rates import HOP, StepTimeConstants
 
@@ -26,9 +27,8 @@ def per_byte(cluster: GpuCluster, constants: StepTimeConstants) -> tuple[float, 
 def half_all_reduce(cluster: GpuCluster, constants: StepTimeConstants, ranks: int, mates: int, size: float) -> float:
     """Seconds of an all-gather or a reduce-scatter of `size` bytes by `ranks` ranks, of which `mates` share a node.
 
-    Rings through all ranks, as many as a node's ranks have ports, as NCCL builds them: each rank passes (n - 1)/n of
-    the bytes over its link, each node (N - 1)/N over the ports of its ranks, and the slower of the two counts. The
-    first byte takes a latency for each hop, as in NCCL's own model (src/graph/tuning.cc).
+    As many rings as a node's ranks have ports: a rank passes (n - 1)/n of the bytes over its link, a node (N - 1)/N
+    over its ports, and the slower counts; each hop adds a latency, as in NCCL's own model (src/graph/tuning.cc).
     """
     if ranks <= 1:
         return 0.0
@@ -39,9 +39,8 @@ def half_all_reduce(cluster: GpuCluster, constants: StepTimeConstants, ranks: in
     fast, slow = per_byte(cluster, constants)
     inside = size * (ranks - 1) / ranks * fast if mates > 1 else 0.0
     across = size * (nodes - 1) / nodes / mates * slow
-    near, far = cluster.intra[0], cluster.inter[0]
-    near = near and max(near, HOP.get(cluster.card.architecture, near))
-    return max(inside, across) + (ranks - nodes) * near + (nodes - 1) * far
+    near = cluster.intra[0] and max(cluster.intra[0], HOP[cluster.card.architecture])
+    return max(inside, across) + (ranks - nodes) * near + (nodes - 1) * cluster.inter[0]
 
 
 def all_to_all(cluster: GpuCluster, constants: StepTimeConstants, ranks: int, mates: int, size: float) -> float:
@@ -53,8 +52,7 @@ def all_to_all(cluster: GpuCluster, constants: StepTimeConstants, ranks: int, ma
 
 
 def mates(cluster: GpuCluster, layout: Layout, dimension: str) -> int:
-    """How many ranks of a group of "tp", "cp", "pp" or "dp" share a node, or of "data" (context and data ranks
-    together), by the layout's order; of the group that is spread most."""
+    """Ranks that share a node in the most spread group of "tp", "cp", "pp", "dp" or "data": context and data ranks."""
     if dimension == "data":
         near, far = sorted(("cp", "dp"), key=layout.order.index)
         inside = mates(cluster, layout, near)
@@ -83,8 +81,7 @@ def traffic(model: TransformerConfig, layout: Layout, batch: int) -> dict[str, f
     tokens, layers = layout.microbatch * model.context / cp, model.layers / pp
     hidden, keys = 2 * tokens * model.hidden, 4 * tokens * cp * kv_on_rank(model, tp)
     reductions, gathers, exchanges = layout.passes
-    dense = layers * (model.layer_parameters - model.expert_parameters) / tp
-    experts = layers * model.expert_parameters / layout.of_expert / layout.ep
+    dense, experts = rank_parameters(model, layout, layers, False, False)
     rounds = count if pp == 1 else 0  # gradients are moved as by a reduce-scatter, parameters as by an all-gather
     again = count + 1 if layout.reshard else 1
     scatters, gathered = ((2, 0), (1, 1), (rounds or 1, 1), (rounds or 1, 2 * rounds or again))[layout.zero]
@@ -100,7 +97,7 @@ def traffic(model: TransformerConfig, layout: Layout, batch: int) -> dict[str, f
         ),
     }
     if layout.replicas > 1:
-        shard = dense / layout.shards + experts / max(1, layout.expert_shards)
+        shard = dense / layout.shards + experts / layout.expert_shards
         sent["dp"] += costs.bytes_sent("all_reduce", layout.replicas, shard * width.gradient)
     if layout.ep > 1:
         size = hidden / tp * model.experts_per_token

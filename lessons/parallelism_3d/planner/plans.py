@@ -22,9 +22,8 @@ PARTS = ("compute", "tensor", "context", "expert", "pipeline", "data", "bubble")
 class Plan:
     """What a layout costs: bytes on the fullest GPU, and seconds of a step on the GPU with the most work.
 
-    Computing is matrix products, what passes through memory, and the optimizer; `tensor` to `data` are what
-    communication adds, by not being hidden or by slowing the computing that hides it; the bubble is waiting for other
-    pipeline stages.
+    `compute` has the optimizer in it; `tensor` to `data` are what communication adds, by not being hidden or by slowing
+    the computing that hides it; the bubble is waiting for other pipeline stages.
     """
 
     model: TransformerConfig

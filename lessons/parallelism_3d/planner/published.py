@@ -28,6 +28,7 @@ class PublishedRun:
     url: str
     version: str  # its commit, or the date it was read
     role: str  # known: constants may be fitted to it; held_out: it is predicted only; exam: once, at the end
+    fitted: bool  # whether they are
     model: TransformerConfig  # for sequences of `length` tokens
     gpu: str  # key of `hardware.GPUS`
     memory_gb: float
@@ -41,9 +42,9 @@ class PublishedRun:
     dp_shard: int = 1
     dp_replicate: int = 1
     gpus_per_node: int = 8
-    network_gbps: float | None = None  # Gb/s of each GPU between nodes, in one direction
-    memory_bandwidth: float | None = None  # bytes per second, where the source says other than the data sheet
-    power_w: float | None = None  # the same of watts
+    network_gbps: float = 0  # Gb/s of each GPU between nodes, in one direction
+    memory_bandwidth: float | None = None  # bytes per second, where they are not those of `hardware.GPUS`
+    power_w: float | None = None  # watts, where they are not the data sheet's
     microbatch: int | None = None  # sequences
     batch: int | None = None  # sequences of a step
     accumulation: int | None = None  # micro-batches of a GPU or pipeline in a step
@@ -60,7 +61,6 @@ class PublishedRun:
     fused_norms: bool | None = None  # whether one kernel does a norm where nothing is compiled
     loss: str | None = None  # whole: fp32 logits and their gradient are stored; compiled: logits stay in bf16
     attention: str | None = None  # kernel: unfused, triton, flash, flash2, flash3, cudnn, ring
-    offload: bool | None = False
     outcome: str = "ran"  # or out_of_memory
     tokens_per_gpu: float | None = None  # a second
     tflops: float | None = None
@@ -79,13 +79,10 @@ class PublishedRun:
 
     @property
     def family(self) -> str:
-        """fsdp: data parallelism alone, sharded or not; 3d: tensor, pipeline or context parallelism; long_context:
-        sequences of 32,768 tokens or more, however divided; moe: mixtures of experts."""
-        if self.model.experts:
-            return "moe"
-        if self.length >= 32_768:
-            return "long_context"
-        return "3d" if self.tp * self.pp * self.cp > 1 else "fsdp"
+        """moe: mixtures of experts; long_context: sequences of 32,768 tokens or more; 3d: tensor, pipeline or context
+        parallelism; fsdp: data parallelism alone, sharded or not."""
+        has = {"moe": self.model.experts, "long_context": self.length >= 32_768, "3d": self.tp * self.pp * self.cp > 1}
+        return next((name for name, yes in has.items() if yes), "fsdp")
 
     @property
     def dp(self) -> int:
@@ -123,16 +120,7 @@ class PublishedRun:
         peak = (self.peak_tflops or GPUS[self.gpu].flops["bf16"] / 1e12) * 1e12
         if self.mfu is not None:
             return self.mfu * peak / self.flops_per_token()
-        return None if self.hfu is None else self.hfu * peak / self.flops_per_token(True)
-
-
-def _model(name: str, shape: dict[str, Any], length: int, fused: bool) -> TransformerConfig:
-    return TransformerConfig(
-        shape["layers"], shape["heads"], shape["hidden"], length, shape["vocabulary"], shape["tied"],
-        queries_per_key=shape["heads"] // shape["kv_heads"], mlp_ratio=shape["ffn"] / shape["hidden"],
-        gated=shape["gated"], fused=fused, dropout=not name.startswith("MPT"), name=name,  # llm-foundry's MPT has none
-        experts=shape.get("experts", 0), experts_per_token=shape.get("experts_per_token", 0),
-    )
+        return self.hfu and self.hfu * peak / self.flops_per_token(True)
 
 
 @cache
@@ -146,19 +134,21 @@ def _read() -> tuple[PublishedRun, ...]:
             machine = stored["machines"][row.pop("machine")]
             assumed = dict.fromkeys((*machine.get("assumed", ()), *row.pop("assumed", ())))
             source = stored["sources"][row.pop("source", table["source"])]
-            model, row["assumed"] = row["model"], tuple(assumed)
-            row |= {"parameters": stored["models"][model].get("parameters")}
-            row["model"] = _model(model, stored["models"][model], row["length"], row.get("attention") != "unfused")
+            name, row["assumed"] = row["model"], tuple(assumed)
+            model, fused = stored["models"][name], row.get("attention") != "unfused"
+            row["model"] = TransformerConfig(**model["shape"], context=row["length"], fused=fused, name=name)
+            row |= {"parameters": model.get("parameters"), "id": f"{table['id']}-{number}", "table": table["id"]}
+            row["fitted"] = row["id"] in stored["fitted"]
             row["where"] = f"{table['where']}, {row['where']}" if "where" in row else table["where"]
-            name = {"id": f"{table['id']}-{number}", "table": table["id"]}
-            runs.append(PublishedRun(**{**name, **source, **machine, **row}))
+            runs.append(PublishedRun(**{**source, **machine, **row}))
     return tuple(runs)
 
 
-def published_runs(**wanted: str | Sequence[str] | None) -> tuple[PublishedRun, ...]:
-    """Return the published runs of a `family`, `role`, `outcome` ("ran" by default) or `table`: one of each, several
-    of it, or None for all."""
-    chosen = {name: (one,) if isinstance(one, str) else one for name, one in {"outcome": "ran", **wanted}.items()}
+def published_runs(**wanted: str | bool | Sequence[str] | None) -> tuple[PublishedRun, ...]:
+    """Return the published runs of a `family`, `role`, `outcome` ("ran" by default) or `table`, or those that are
+    `fitted`: one of each, several of it, or None for all."""
+    given = {"outcome": "ran", **wanted}
+    chosen = {name: (one,) if isinstance(one, str | bool) else one for name, one in given.items()}
     return tuple(
         run for run in _read() if all(some is None or getattr(run, name) in some for name, some in chosen.items())
     )

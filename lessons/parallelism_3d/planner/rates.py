@@ -62,9 +62,8 @@ class StepTimeConstants:
     """What share of its hardware's figures a training step reaches."""
 
     #: Of the best matrix product found on the GPU (`recorded.ACHIEVABLE_MATMUL`), before waves and tiles: Ampere, and
-    #: Hopper, whose power does not allow the full clock for long. Fitted to `evidence.FITTED`, and rounded. Blackwell:
-    #: the median over every second of 29 dense rates in FP8 (`tried.layouts_measured`) comes out right; the others are
-    #: 2.4 % off.
+    #: Hopper, whose power does not allow the full clock for long. Fitted to five runs, and rounded. Blackwell: the
+    #: median over every second of 29 dense rates in FP8 (`evidence`) comes out right; the others are 2.4 % off.
     matmul: float = 0.873
     matmul_hopper: float = 0.776
     matmul_blackwell: float = 0.7
@@ -95,22 +94,19 @@ def best_product(gpu: str, products: str = "bf16") -> float:
 def fill(rows: float, columns: float, units: int) -> float:
     """Share of the fastest tiles' speed that a product reaches on `units` multiprocessors: the last wave leaves some of
     them idle, and tiles at the edge are partly empty. The library takes the best of its tiles."""
-    best = 0.0
-    for high, wide, share in _TILES:
-        tiles = math.ceil(rows / high) * math.ceil(columns / wide)
-        waves = math.ceil(tiles / units)
-        best = max(best, share * rows * columns / (waves * units * high * wide))
-    return best
+
+    def reached(high: int, wide: int, share: float) -> float:
+        waves = math.ceil(math.ceil(rows / high) * math.ceil(columns / wide) / units)
+        return share * rows * columns / (waves * units * high * wide)
+
+    return max(reached(*tile) for tile in _TILES)
 
 
 def product_seconds(
     rows: float, columns: float, inner: float, units: int, flops: float, stream: float, width: float = 2.0
 ) -> float:
-    """Seconds of a product at `flops` operations and `stream` bytes a second.
-
-    What comes out of a tile is written when the tile is done: it takes its time after the arithmetic, which is little
-    beside a long inner dimension and much beside a short one. A thin product takes what reading its factors takes.
-    """
+    """Seconds of a product at `flops` operations and `stream` bytes a second: arithmetic, or in a thin product reading
+    its factors, and after that writing what comes out, which is much beside a short inner dimension."""
     arithmetic = 2 * rows * columns * inner / (flops * fill(rows, columns, units))
     factors = width * inner * (rows + columns) / stream
     return max(arithmetic, factors) + 2 * rows * columns / stream

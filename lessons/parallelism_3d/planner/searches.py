@@ -44,15 +44,10 @@ def search(model: TransformerConfig, cluster: GpuCluster, batch: int, **restrict
     """Plan every layout of the cluster's GPUs.
 
     Tried are all degrees whose product is the number of GPUs; micro-batches of 1, 2, 4, 8 and 16 sequences; up to 8
-    virtual stages, where they divide the layers; all ZeRO stages and three kinds of recomputation. With a pipeline
-    stages 2 and 3 hold more than stage 1 and take as long, so they are not tried unless 1 is excluded. Without one
-    states are divided among all ranks or, as HSDP, in each node. Experts are divided in all ways.
-
-    Stages have equal numbers of layers, experts as many tensor ranks as the rest, and ranks one order, unless
-    ``unequal_stages=True``, `expert_tp` or `order` say otherwise.
-
-    Fields of `Layout` can be given a value or several, such as ``tp=8`` or ``recompute=("none", "full")``, also those
-    that are not searched (`precision`, `compiled`, `products`, ...).
+    virtual stages, where they divide the layers; all ZeRO stages (with a pipeline 2 and 3 only if 1 is excluded: they
+    hold more and take as long) and three kinds of recomputation; experts divided in all ways; without a pipeline also
+    HSDP, a replica in each node. Each field of `Layout` can be given a value or several instead, such as ``tp=8`` or
+    ``recompute=("none", "full")``, also those that are not searched (`precision`, `unequal_stages`, `order`, ...).
     """
     defaults = {each.name: each.default for each in fields(Layout)} | {"zero": (0, 1, 2, 3), "recompute": RECOMPUTE}
     if set(restrict) - set(defaults):
@@ -96,7 +91,7 @@ def _ruled(model: TransformerConfig, cluster: GpuCluster, restrict: Mapping[str,
     gpus, nodes = cluster.gpus, cluster.gpus // cluster.per_node
     parts = [_choices(restrict, name, _divisors(gpus)) for name in ("tp", "pp", "cp")]
     for tp, pp, cp in itertools.product(*parts):
-        dp, rest = divmod(gpus, tp * pp * cp)
+        dp, rest = divmod(gpus, max(1, tp * pp * cp))
         if rest or not dp or dp not in _choices(restrict, "dp", dp):
             continue
         chunks = _divisors(model.layers // pp) + _divisors((model.layers + 2) // pp) if pp > 1 else [1]
@@ -122,11 +117,9 @@ def _choices(restrict: Mapping[str, object], name: str, default: object) -> tupl
 
 
 def place(run: Run | PublishedRun) -> tuple[int | None, int]:
-    """Return the place of a published run's layout, from 1, among all that can run on its GPUs, the best plan of each
-    degrees counting, and how many there are.
+    """Return the place of a published run's degrees, from 1, among all that can run on its GPUs, and how many can.
 
-    The search keeps what was given by the software: all but the degrees, micro-batch and virtual stages. Contexts are
-    divided only where the run divides them.
+    The search keeps all but degrees, micro-batch and virtual stages; contexts are divided only where the run does.
     """
     model, machine, layout, batch = plan_inputs(run)
     free = {"tp", "pp", "dp", "microbatch", "virtual"} | ({"cp"} if layout.cp > 1 else set())

@@ -11,27 +11,18 @@ from course_utils import memory
 from course_utils.hardware import LINKS
 from course_utils.transformer import TransformerConfig
 
-from . import rates
+from . import messages, rates
 from .clusters import GpuCluster
 from .held import kept_by_a_layer, rank_parameters
 from .layout import Layout, chunks, kv_on_rank
-from .messages import (
-    all_to_all,
-    expert_mates,
-    exposed,
-    gathered_width,
-    half_all_reduce,
-    mates,
-    per_byte,
-)
+from .messages import exposed, half_all_reduce, mates, per_byte
 from .plans import Plan
 from .rates import StepTimeConstants
 
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Seconds of a micro-batch in a layer: computing, what messages add in both passes together, and messages of
-    tensor parallelism that add nothing."""
+    """Seconds of a micro-batch in a layer: computing, what messages add, and those of tensor ranks that add nothing."""
 
     forward: float
     backward: float
@@ -75,7 +66,7 @@ class StepModel:
         return forward + casts / 2, sum(backward) + casts
 
     def layer(self, layout: Layout) -> tuple[LayerTimes, LayerTimes]:
-        """Return the times of a layer, and of the head with the loss."""
+        """Times of a layer, and of the head with the loss."""
         key = (
             layout.tp, layout.cp, layout.ep, layout.expert_tp, layout.order, layout.microbatch, layout.recompute,
             layout.recompute_share, layout.offload, layout.sequence_parallel, layout.compiled, layout.fused_norms,
@@ -133,8 +124,8 @@ class StepModel:
         context = gathers * self.half(one.cp, mates(self.cluster, one, "cp"), keys)
         expert = 0.0
         if one.ep > 1:
-            near, size = expert_mates(self.cluster, one), m.routed * hidden_size / tp * m.experts_per_token
-            expert = exchanges * all_to_all(self.cluster, self.constants, one.ep, near, size)
+            near, size = messages.expert_mates(self.cluster, one), m.routed * hidden_size / tp * m.experts_per_token
+            expert = exchanges * messages.all_to_all(self.cluster, self.constants, one.ep, near, size)
         return LayerTimes(forward, backward, tensor, context, expert, max(0.0, sent - tensor))
 
     def _products(self, one: Layout, tokens: float) -> list[tuple[float, float]]:
@@ -163,13 +154,9 @@ class StepModel:
         reduced = 2 * self.half(one.tp, mates(self.cluster, one, "tp"), 2 * tokens * m.hidden)
         return LayerTimes(forward + loss / 2, backward + loss / 2, reduced)
 
-    # --- the step -----------------------------------------------------------------------------------------------------
-
     def work(self, one: Layout, layer: LayerTimes, head: LayerTimes) -> tuple[tuple[float, ...], float, int]:
-        """Seconds of a micro-batch by part on the rank with the most work, of the bubble, and layers of the first rank.
-
-        The bubble is a forward and backward of all other ranks, by the chunks of a rank (Narayanan et al. 2021, 2.2).
-        """
+        """Seconds of a micro-batch by part on the rank with the most work, of the bubble (a forward and backward of all
+        other ranks, by the chunks of a rank: Narayanan et al. 2021, 2.2), and layers of the first rank."""
         sizes = chunks(self.model, one.pp * one.virtual, one.unequal_stages)
         layers = [sum(sizes[rank :: one.pp]) for rank in range(one.pp)]
         most, edge = max(layers[:-1], default=0), layers[0]
@@ -188,15 +175,14 @@ class StepModel:
         (compute, tensor, context, expert, hidden), bubble, edge = self.work(one, layer, head)
         busy = compute + tensor + context + expert
         dense, experts = rank_parameters(self.model, one, edge, True, one.pp == 1)
-        divided = (one.shards, max(1, one.expert_shards)) if one.zero else (1, 1)
+        divided = (one.shards, one.expert_shards) if one.zero else (1, 1)
         stepped = dense / divided[0] + experts / divided[1]
         width = memory.PRECISIONS[one.precision]  # Adam reads and writes gradient, weight, twice master and moments
         touched = width.gradient + 2 * (width.master + 2 * width.state) + width.parameter
         optimizer = stepped * touched / self.stream
         data, data_hidden = self._data(one, count, busy, layer, (dense, experts))
         pipeline, pipeline_hidden = self._pipeline(one, count, busy / one.virtual)
-        behind = {"tensor": count * hidden, "context": 0.0, "expert": 0.0}
-        behind |= {"pipeline": pipeline_hidden, "data": data_hidden}
+        behind = dict(tensor=count * hidden, context=0.0, expert=0.0, pipeline=pipeline_hidden, data=data_hidden)
         return Plan(
             self.model, self.cluster, one, batch, memory.Memory(*held), count * compute + optimizer, count * tensor,
             count * context, count * expert, pipeline, data, bubble, behind, self.constants,
@@ -209,8 +195,7 @@ class StepModel:
 
         Stages 0 and 1 reduce once, and stage 1 gathers behind the next forward. Without a pipeline stages 2 and 3
         reduce after each micro-batch, and stage 3 gathers layer by layer: a layer's messages run beside the computing
-        of its neighbour, which the first in forward and the last in backward lack. With a pipeline they do as stage 1,
-        since PyTorch's schedules add gradients up until the last micro-batch. Replicas all-reduce shards once a step.
+        of its neighbour, which the first in forward and the last in backward lack. With a pipeline they do as stage 1.
         Parameters come in two parts, the second that of experts, which fewer ranks share.
         """
         if one.dp * one.cp == 1:
@@ -224,7 +209,7 @@ class StepModel:
             of = ((dense, one.shards, near), (experts, one.expert_shards, math.gcd(one.expert_shards, near)))
             return [
                 sum(self.half(ranks, close, size * each) for size, ranks, close in of if size)
-                for each in (gathered_width(one), width.gradient)
+                for each in (messages.gathered_width(one), width.gradient)
             ]
 
         def beside(seconds: float, share: float) -> float:
@@ -255,18 +240,15 @@ class StepModel:
             if one.zero == 3 and one.reshard:  # the first gather is counted; the schedule waits for the others
                 total, added = total + count * gather, added + count * gather
         if one.replicas > 1:
-            size = parameters[0] / one.shards + parameters[1] / max(1, one.expert_shards)
+            size = parameters[0] / one.shards + parameters[1] / one.expert_shards
             apart, size = max(1, spread // near), size * width.gradient
             across = 2 * self.half(one.replicas, apart, size)
             total, added = total + across, added + beside(across, 2)
         return added, max(0.0, total - added)
 
     def _pipeline(self, one: Layout, count: int, busy: float) -> tuple[float, float]:
-        """Seconds of messages between pipeline ranks, and hidden ones, a chunk being `busy` so long with a micro-batch.
-
-        Each tensor rank sends its part; without sequence parallelism the parts are gathered on the other side
-        (Narayanan et al. 2021, section 4.1). Filling and draining the pipeline nothing hides messages.
-        """
+        """Seconds of messages between pipeline ranks, and hidden ones, a chunk being `busy` so long with a micro-batch:
+        each tensor rank sends its part (Narayanan et al. 2021, section 4.1); filling and draining hide nothing."""
         if one.pp == 1:
             return 0.0, 0.0
         inside = one.stride("pp") * one.pp <= self.cluster.per_node
