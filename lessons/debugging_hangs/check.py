@@ -19,7 +19,7 @@ from course_utils.check.program import hints_of
 from course_utils.costs import bytes_sent
 
 from .clinic import hangs
-from .clinic_check import treat
+from .clinic_check import ward
 
 MISTAKES: dict[str, dict[str, tuple]] = {}
 RIGHT: dict[str, dict[str, Any]] = {}
@@ -234,39 +234,23 @@ RIGHT["skip_together"] = {
 # --- exercises 3 and 4: the clinic
 
 
-def ward(title: str, name: str, fn: Callable, numbers: range) -> None:
+def judge(title: str, name: str, fn: Callable, numbers: range) -> None:
     """Ask for cause, rank, call and edit of each patient, and try the edits."""
     run = Exercise(title, hints_of(MISTAKES[name]))
-    given = run.call(fn)
-    run.require(isinstance(given, dict), "form", f"the function returned {str(given)[:100]}.")
-    clinic = hangs.clinic()
-    for patient in (clinic[number] for number in numbers):
-        run.case = f"patient {patient.number}"
-        run.require(patient.number in given, "missing", "the answers have no entry for it.")
-        answer = given[patient.number]
-        form = isinstance(answer, tuple | list) and len(answer) == 4 and isinstance(answer[3], dict)
-        run.require(form, "form", f"the answer is {str(answer)[:100]}.")
-        cause, rank, call, edit = answer
-        known = ", ".join(clinic.causes)
-        run.require(cause in clinic.causes, "name", f"{cause!r} is no cause; allowed are {known}.")
-        verdict = patient.diagnose(cause, rank=rank, call=call)
-        said = f"the diagnosis ({cause!r}, rank {rank}, {call!r}) is wrong."
-        run.require(bool(verdict), "diagnosis", f"{said}\n\n{verdict}")
-        treat(run, patient, {"edit": edit})
-    count = len(numbers)
+    count = ward(run, fn, hangs.clinic(), numbers, ("rank", "call"))
     run.passed(f": {count} faults found, with rank and call, and {count} programs healed, each by a run.")
 
 
 @checked
 def diagnoses_and_cures(fn: Callable) -> None:
     """Check ``fn()``: number of patients 1 to 9 -> (cause, rank, call, edit), as `diagnose` and `treat` take them."""
-    ward("Exercise 3", "diagnoses_and_cures", fn, range(1, 10))
+    judge("Exercise 3", "diagnoses_and_cures", fn, range(1, 10))
 
 
 @checked
 def second_ward(fn: Callable) -> None:
     """Check ``fn()``: the same for patients 10 to 15."""
-    ward("Exercise 4", "second_ward", fn, range(10, 16))
+    judge("Exercise 4", "second_ward", fn, range(10, 16))
 
 
 NAME = "The names of causes are those of clinic.list_causes()."

@@ -3,6 +3,8 @@
 import torch
 import torch.distributed as dist
 
+from .helpers import cache_bytes
+
 
 def cache_plan(layers, kv_heads, head_size, element, weights, gpus, memory, length) -> tuple:
     """kB of a token in the cache, GB of a sequence on each GPU, and sequences that fit."""
@@ -87,7 +89,7 @@ def deployment(model, machine, length: int, limit: float) -> tuple:
     ### BEGIN SOLUTION
     best = (0, 0.0)
     for t in (1, 2, 4, 8):
-        weights, cache = model.weights * 1e9 / t, length * model.cache * 1e3 / t
+        weights, cache = 2 * model.parameter_count / t, length * cache_bytes(model) / t
         for b in range(1, int((machine.memory * 1e9 - weights) // cache) + 1):
             reading = (weights + b * cache) / (machine.reads * 1e9)
             computing = b * weights / (machine.tflops * 1e12)
@@ -98,4 +100,16 @@ def deployment(model, machine, length: int, limit: float) -> tuple:
             if step <= limit / 1e3 and rate > best[1]:
                 best = (t, rate)
     return best
+    ### END SOLUTION
+
+
+def three_patients() -> dict:
+    """The cause of each patient, and the edit that heals it."""
+    ### BEGIN SOLUTION
+    return {
+        1: ("own clock", {"came, answers =": "dist.broadcast(clock, src=0)\n    came, answers ="}),
+        2: ("own memory", {"broadcast(count, src=0)": "all_reduce(count, op=dist.ReduceOp.MIN)"}),
+        3: ("block given away", {"free.insert(0, block)":
+                                 "if not any(block in table for table in tables.values()): free.insert(0, block)"}),
+    }
     ### END SOLUTION

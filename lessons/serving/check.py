@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from course_utils import record
-from course_utils.check import Case, exercise, paper
+from course_utils.check import Case, Exercise, checked, exercise, paper
 from course_utils.check.compare import values
+from course_utils.check.program import hints_of
+from course_utils.models import PUBLISHED
+from lessons.debugging_hangs.clinic import servers
+from lessons.debugging_hangs.clinic_check import ward
+from lessons.parallelism_3d.planner import CONSTANTS, StepModel, best_product, cluster
+from lessons.parallelism_3d.planner.held import CONTEXT, GROUP
 
 from . import answers
+from .helpers import READING
 
 MISTAKES: dict[str, dict[str, tuple]] = {}
 RIGHT: dict[str, dict[str, Any]] = {}
@@ -92,29 +99,14 @@ RIGHT["split_step"] = {
 }
 
 
-@dataclass
-class Cache:
-    """`count` blocks of `size` tokens; who has which, how many use each, which nobody uses; and tokens of each."""
-
-    count: int
-    size: int
-    tables: dict[str, list[int]] = field(default_factory=dict)
-    lengths: dict[str, int] = field(default_factory=dict)
-    users: list[int] = field(default_factory=list)
-    free: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.users, self.free = [0] * self.count, list(range(self.count))
-
-
 @exercise("Exercise 3", passed="1,500 events at random, and no block lost, shared by mistake, or overwritten.", cases=[
     (0, "one request", 1, False), (0, "several requests", 5, False), (0, "requests that fork", 6, True),
 ])
 def update_tables(note, answer, names, forks):
-    draw, cache, texts, store = random.Random(names), Cache(10, 3), {}, {}
+    draw, texts, store = random.Random(names), {}, {}
+    cache = SimpleNamespace(count=10, size=3, tables={}, lengths={}, users=[0] * 10, free=[*range(10)])
     for event in range(500):
-        name = f"r{draw.randrange(names)}"
-        others = [f"r{i}" for i in range(names) if f"r{i}" not in texts]
+        name, others = f"r{draw.randrange(names)}", [f"r{i}" for i in range(names) if f"r{i}" not in texts]
         known = name in texts
         what = draw.choice(["append"] * 12 + ["end"] * known + ["fork", "fork"] * (forks and known and others != []))
         call = (what, name, *others[:1]) if what == "fork" else (what, name)
@@ -146,7 +138,7 @@ def update_tables(note, answer, names, forks):
                 return
 
 
-def tables_hold(note: Any, cache: Cache, lengths: dict[str, int], said: str) -> bool:
+def tables_hold(note: Any, cache: SimpleNamespace, lengths: dict[str, int], said: str) -> bool:
     """Whether tables, users and free blocks agree with each other and with the lengths of the requests."""
     tables = {name: table for name, table in cache.tables.items() if table or lengths.get(name)}
     used = Counter(block for table in tables.values() for block in table)
@@ -240,17 +232,8 @@ RIGHT["plan"] = {
 }
 
 
-class Model(NamedTuple):
-    """GB of weights with two bytes each, width, layers, and kB of a token in the cache."""
-
-    weights: float
-    hidden: int
-    layers: int
-    cache: float
-
-
 class Machine(NamedTuple):
-    """Of a GPU: GB, GB/s of its memory, TFLOP/s, GB/s of its link, and µs of an all-reduce without bytes."""
+    """Of a GPU: GB of its memory, GB/s, TFLOP/s, GB/s of its link, and µs of an all-reduce without bytes."""
 
     memory: float
     reads: float
@@ -259,8 +242,19 @@ class Machine(NamedTuple):
     latency: float
 
 
-CHAT, LARGE = Model(16, 4096, 32, 131), Model(141, 8192, 80, 328)
-H100, PCIE = Machine(80, 3350, 400, 450, 10), Machine(80, 3350, 400, 50, 30)
+def machine_of(name: str) -> Machine:
+    """Eight GPUs of a node as lesson 12 plans with them: memory beside its reserve, products, and the share of a link
+    that large collectives reach. Of lesson 17 are the share of bytes/s that one H200 reached, and one shot's 7 µs."""
+    node = cluster(name, 8)
+    memory, (_, per_byte) = node.card.memory_bytes - CONTEXT - GROUP, node.intra
+    flops = StepModel(CHAT, node, CONSTANTS).clock * best_product(node.gpu)
+    reads, link = READING * node.card.memory_bandwidth, CONSTANTS.nvlink / per_byte
+    return Machine(round(memory / 1e9, 1), round(reads / 1e9), round(flops / 1e12), round(link / 1e9), 7)
+
+
+CHAT, LARGE = PUBLISHED["Llama 3 8B"], PUBLISHED["Llama 3 70B"]
+H100 = machine_of("DGX H100")
+PCIE = H100._replace(link=50, latency=34)  # lesson 12's share of PCIe 5; a ring of four has six hops of 5.7 µs
 
 MISTAKES["deployment"] = {
     "no-messages": ("The all-reduces are missing: two in each layer, each with its latency.",
@@ -284,7 +278,34 @@ RIGHT["deployment"] = {
 }
 deployment = paper(
     "Exercise 5", answers.deployment, MISTAKES["deployment"],
-    cases=[(CHAT, H100, 500, 50), (LARGE, H100, 2000, 50), (LARGE, H100, 2000, 20), (CHAT, H100, 2000, 25),
+    cases=[(CHAT, PCIE, 500, 50), (LARGE, H100, 500, 50), (LARGE, H100, 2000, 20), (CHAT, H100, 2000, 25),
            (LARGE, PCIE, 500, 100)],
     units=["GPUs", "tokens/s"], tolerance=0.002,
 )
+
+MISTAKES["three_patients"] = {
+    "missing": ("Return an entry for each of the three patients.", "        1: (  ->          4: ("),
+    "form": ("An entry is the number of a patient and a pair: its cause, and the edit as a dictionary.",
+            '1: ("own clock",  ->  1: ('),
+    "name": ("The names of causes are those of clinic.list_causes().", '"own clock"  ->  "a clock"'),
+    "diagnosis": ("Ask for the evidence that is named below, and compare it with what this cause would show.",
+            ['"own clock"  ->  "own choice"', '"block given away"  ->  "sums of a batch"']),
+    "cure-form": ("Old texts of an edit must stand in the program once. Copy them from the program as it is shown.",
+            '"came, answers ="  ->  "came, answer ="'),
+    "cure": ("What the ranks say after the change stands below. Is it the same as before?", [
+            "all_reduce(count, op=dist.ReduceOp.MIN)  ->  all_reduce(count, op=dist.ReduceOp.MAX)",
+            "if not any(  ->  if any("]),
+}
+RIGHT["three_patients"] = {
+    "the latest clock": "dist.broadcast(clock, src=0)  ->  dist.all_reduce(clock, op=dist.ReduceOp.MAX)",
+    "users counted": {"if not any(block in table for table in tables.values()): free.insert(0, block)":
+                      "if block != 0: free.insert(0, block)"},
+}
+
+
+@checked
+def three_patients(fn):
+    """Check ``fn()``: number of each patient -> its cause, and the edit that heals it."""
+    run = Exercise("Exercise 6", hints_of(MISTAKES["three_patients"]))
+    count = ward(run, fn, servers.clinic(), (1, 2, 3))
+    run.passed(f": {count} causes found, and {count} servers healed, each by a run.")

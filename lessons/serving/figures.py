@@ -7,20 +7,25 @@ from collections.abc import Callable, Mapping, Sequence
 from matplotlib.figure import Figure
 
 from course_utils.draw import charts
-from course_utils.draw.panels import Panel, panels
+from course_utils.draw.panels import Panel, dots, panels
 from course_utils.draw.style import FAINT, SMALL, new_figure, rank_color
 
 from .engine import Blocks, Request
 
 
-def batch_curves(times: Callable[[int], tuple[float, float]], rates: Mapping[str, tuple[float, float]]) -> Figure:
-    """Draw tokens a second over the batch; `rates` are shares of FLOP/s and of bytes/s that a curve reaches."""
+def batch_curves(
+    times: Callable[[int], tuple[float, float]], rates: Mapping[str, tuple[float, float]], points: Mapping[int, float]
+) -> Figure:
+    """Draw tokens a second over the batch, with published points; `rates` are the shares of FLOP/s and bytes/s that a
+    curve reaches."""
     batches = [2**k for k in range(11)]
     curves = {
         name: [batch / max(t / share for t, share in zip(times(batch), shares, strict=True)) for batch in batches]
         for name, shares in rates.items()
     }
-    shown = Panel("modelled: tokens of all sequences", "tokens a second", curves, log=True, markers=4)
+    dotted = dots([*points], [*points.values()], size=7)
+    shown = Panel("tokens of all sequences: lines modelled, dots published", "tokens a second", curves, log=True,
+                  markers=3, above=[dotted])
     return panels(batches, shown, counts="sequences in the batch")
 
 

@@ -13,17 +13,20 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from pathlib import Path
 
 import torch
 
+from course_utils import recordings
 from course_utils.data import tokens
+from course_utils.hardware import GPUS
 from course_utils.models import GPT, build_gpt
+from course_utils.models import PUBLISHED as PUBLISHED
 from course_utils.programs import SCRIPTS
 from course_utils.ranks import tells_place
+from course_utils.recorded import gpu_check
 from course_utils.transformer import TransformerConfig
+from lessons.debugging_hangs.clinic import servers as servers
 from lessons.long_context_and_experts.experts import DEEPEP_LOW_LATENCY as DEEPEP_LOW_LATENCY
 from lessons.multi_node.hosts import hosts_available as hosts_available
 
@@ -37,26 +40,15 @@ DEEPSEEK_V3 = TransformerConfig(
     dense_ratio=18432 / 7168, name="DeepSeek-V3",
 )
 
-#: Model, GPU, GPUs with tensor parallelism, tokens in and out, and output tokens a second of all GPUs: FP8, requests
-#: without a pause, TensorRT-LLM 1.0 (commit 00f3768 of
-#: https://github.com/NVIDIA/TensorRT-LLM/blob/main/docs/source/performance/perf-overview.md).
-SERVED = tuple(
-    (model, gpu, gpus, *map(int, lengths.split("/")), rate)
-    for model, gpu, gpus, rates in (
-        ("Llama 3 8B", "h200", 1, {"128/2048": 26221, "1000/1000": 17744, "2048/2048": 12194, "20000/2000": 1804}),
-        ("Llama 3 70B", "h200", 1, {"128/2048": 4336, "1000/1000": 2909, "2048/2048": 2003, "20000/2000": 283}),
-        ("Llama 3 70B", "h100", 2, {"128/2048": 6651, "1000/1000": 4205, "2048/2048": 3082, "20000/2000": 437}),
-        ("Llama 3 405B", "h200", 8, {"128/2048": 5348, "1000/1000": 3330, "2048/2048": 2948, "20000/2000": 505}),
-    )
-    for lengths, rate in rates.items()
-)
+#: What others measured, by table: its source, its columns, and its rows.
+MEASURED = recordings.load("serving")[0]
 
-#: Draft model of T5-XXL, its million parameters, drafted tokens, share that is accepted, speed-up (Leviathan et al.
-#: 2023, arXiv 2211.17192, table 2, translation, argmax and sampling; read in transcriptions).
-SPECULATED = (
-    ("T5-small, argmax", 77, 7, 0.75, 3.4), ("T5-base, argmax", 250, 7, 0.80, 2.8),
-    ("T5-large, argmax", 800, 7, 0.82, 1.7), ("T5-small, sampling", 77, 7, 0.62, 2.6),
-    ("T5-base, sampling", 250, 5, 0.68, 2.4), ("T5-large, sampling", 800, 3, 0.71, 1.4),
+
+#: Share of the data sheet's bytes/s that one H200 reached in a matrix times a vector, bf16 (`recorded.gpu_check`).
+READING = next(
+    point["memory"]["value"] * 1e9 / GPUS["h200"].memory_bandwidth
+    for point in gpu_check("roofline")["points"]
+    if (point["precision"], point["operation"]) == ("bf16", "matrix x vector")
 )
 
 
@@ -144,25 +136,7 @@ def ask(port: int, timeout: float = 30, **question: object) -> tuple[int, list[d
         return refusal.code, [json.loads(refusal.read())]
 
 
-def load_test(port: int, readers: int, new: int = 24, at_once: int = 16) -> dict[str, list[float]]:
-    """Let readers ask, so many of them at once; print how long they waited, and return the seconds by what for."""
-
-    def read(name: int) -> dict[str, list[float]]:
-        start, times = time.perf_counter(), []
-        question = {"prompt": f"Alice was reader {name % 4}", "new": new}
-        request = urllib.request.Request(f"http://127.0.0.1:{port}/generate", json.dumps(question).encode())
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            for line in map(json.loads, answer):
-                times += [time.perf_counter()] if "token" in line else []
-        gaps = [b - a for a, b in pairwise(times)]
-        return {"first token": [times[0] - start], "between tokens": gaps, "whole answer": [times[-1] - start]}
-
-    start = time.perf_counter()
-    with ThreadPoolExecutor(at_once) as pool:
-        found = list(pool.map(read, range(readers)))
-    waited = {what: sorted(sum((one[what] for one in found), [])) for what in found[0]}
-    print(f"{readers} readers, {readers * new / (time.perf_counter() - start):.0f} tokens/s")
-    for what, seconds in waited.items():
-        median, late = (1e3 * seconds[int(share * (len(seconds) - 1))] for share in (0.5, 0.95))
-        print(f"{what:15} median {median:6.0f} ms, 95 of 100 within {late:6.0f} ms")
-    return waited
+def load(port: int, *flags: str) -> None:
+    """Run scripts/load.py against the server, and print its table."""
+    words = [sys.executable, str(SCRIPTS / "load.py"), f"http://127.0.0.1:{port}", *flags]
+    print(subprocess.run(words, check=True, capture_output=True, text=True).stdout, end="")

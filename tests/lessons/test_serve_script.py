@@ -1,4 +1,7 @@
-"""scripts/serve.py under torchrun: what it answers, whom it refuses, and that nothing is lost without a word."""
+"""scripts/serve.py under torchrun: what it answers, whom it refuses, and that nothing is lost without a word.
+
+Also scripts/load.py, its other side.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,13 @@ import random
 import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import psutil
@@ -19,8 +25,9 @@ import pytest
 import torch
 
 from course_utils.models import GPT, TransformerConfig, build_gpt
+from course_utils.programs import SCRIPTS
 from lessons.serving.engine import Request
-from lessons.serving.helpers import alone, ask, load_test, server
+from lessons.serving.helpers import alone, ask, server
 
 pytestmark = pytest.mark.guard(240)
 BLOCKS = ("--blocks=40", "--block-size=4")
@@ -60,6 +67,15 @@ def rest(client: socket.socket) -> list[dict]:
     """The whole lines that still come."""
     text = b"".join(iter(lambda: client.recv(4096), b""))
     return [json.loads(line) for line in text.splitlines() if line.startswith(b"{") and line.endswith(b"}")]
+
+
+def loaded(port: int, *flags: str) -> tuple[int, list[int]]:
+    """The code of scripts/load.py; of its last row how answers ended, and those in time."""
+    words = [sys.executable, str(SCRIPTS / "load.py"), f"http://127.0.0.1:{port}", *flags]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=90)
+    _, *ended = done.stdout.splitlines()[-1].split()
+    assert len(done.stdout.splitlines()) == 1 + len(flags[0].split(","))
+    return done.returncode, [int(count) for count in (*ended[:4], ended[-1])]
 
 
 @pytest.fixture(scope="module")
@@ -116,8 +132,7 @@ def test_under_load_with_cancellations_and_clients_that_hang_up_no_block_and_no_
             thread.join()
         assert len(endings) == 20 and all(line.get("done") or line.get("error") == "cancelled" for line in endings)
         until(lambda: idle(port))
-        waited = load_test(port, readers=12, new=6)
-        assert [len(times) for times in waited.values()] == [12, 60, 12]
+        assert loaded(port, "--clients=2,12", "--answers=12", "--new=6", "--limit=60000") == (0, [12, 0, 0, 0, 12])
         until(lambda: idle(port))
 
 
@@ -140,3 +155,22 @@ def test_when_a_rank_dies_the_others_end_and_its_readers_are_told(rank: str):
             assert "not the whole answer" in lines[-1]["error"]
         assert process.wait(60) != 0
         assert not any(one.is_running() for one in ranks.values())
+
+
+def test_load_says_how_answers_ended_and_fails_if_one_is_lost():
+    endings = [b'{"done": true}\n', b'{"error": "stopped"}\n', b"", None]  # None: refused
+
+    class Server(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            ending = endings.pop()
+            self.send_response(200 if ending is not None else 503)
+            self.end_headers()
+            self.wfile.write(b'{"name": 1}\n{"token": "a"}\n' + (ending or b""))
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Server) as http:
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+        assert loaded(http.server_port, "--clients=1", "--answers=4", "--limit=60000") == (1, [1, 1, 1, 1, 1])
+        http.shutdown()

@@ -13,7 +13,17 @@ from course_utils import launch
 from course_utils.hardware import GPUS
 from course_utils.models import PUBLISHED
 from lessons.serving.engine import Blocks, Engine, Request, Scheduler
-from lessons.serving.helpers import DEEPSEEK_V3, SERVED, alone, cache_bytes, requests, serving_gpt, storm
+from lessons.serving.helpers import (
+    DEEPSEEK_V3,
+    MEASURED,
+    READING,
+    alone,
+    cache_bytes,
+    requests,
+    servers,
+    serving_gpt,
+    storm,
+)
 
 pytestmark = pytest.mark.guard(120)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder
@@ -87,7 +97,25 @@ def test_what_can_never_run_is_refused():
 def test_predicted_throughput_is_off_by_what_the_text_says():
     full_load = definitions("17")["at_full_load"]
     errors = {gpus: [] for gpus in (1, 2, 8)}
-    for name, gpu, gpus, prompt, new, published in SERVED:
+    for name, gpu, gpus, prompt, new, published in MEASURED["full load"]["rows"]:
         errors[gpus].append(full_load(PUBLISHED[name], GPUS[gpu], gpus, prompt, new)[1] / published)
     assert min(errors[1] + errors[2]) > 0.75 and max(errors[1] + errors[2]) < 1.34
     assert 1.55 < min(errors[8]) and max(errors[8]) < 1.95
+
+
+def test_published_tokens_over_the_batch_lie_near_the_curve_as_the_figure_shows():
+    step_times, (one, hundred, most) = definitions("17")["step_times"], MEASURED["batches"]["rows"]
+    for batch, published in (one, hundred):
+        _, reading = step_times(PUBLISHED["Llama 3 8B"], GPUS["h200"], batch, 1500)
+        assert published == pytest.approx(batch * READING / reading, rel=0.1)
+    assert most[1] < hundred[1]
+
+
+def test_the_evidence_of_the_three_servers_shows_what_diagnoses_are_judged_by():
+    for patient, case in zip(servers.clinic(), servers.CASES, strict=True):
+        found = {}
+        for name in servers.EVIDENCE:
+            found |= patient.ask(name).facts
+        assert found and found.items() <= case.facts.items()
+        for cause in servers.CAUSES.keys() - {case.cause}:
+            assert "speaks against it" in str(patient.diagnose(cause))

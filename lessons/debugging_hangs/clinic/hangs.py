@@ -5,19 +5,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from course_utils.ranks import share
 
 from . import _hangs_programs as programs
-from ._cases import Case, Cause, Detail, Symptom, Table
+from ._cases import Case, Cause, Detail, Evidence, Symptom, Table
 from ._hangs_evidence import EVIDENCE, source_of
 from ._hangs_lines import SAME_WAY
 from ._hangs_runs import run_program
 from ._wards import Clinic
 
-__all__ = ["CASES", "CAUSES", "clinic", "who_names_it"]
+__all__ = ["CASES", "CAUSES", "case", "clinic", "who_names_it"]
 
 share("torch._dynamo")  # what DDP imports when it is made: not anew on each rank
 
@@ -68,12 +68,20 @@ CAUSES = {
 }
 
 
+def case(
+    program: Callable[[], Any], cause: str, ranks: int, least: int, facts: dict, causes: Mapping[str, Cause] = CAUSES,
+    **parts: Any,
+) -> Case:
+    """A patient whose program has this fault; the ranks communicate `least` times, all together, once it has none."""
+    return Case(program=program, settings={}, cause=cause, facts=dict(causes[cause].shows) | facts, conditions=ranks,
+                usual=("edit",), recorded=(), least=least, **parts)
+
+
 def _case(
     program: Callable[[], Any], cause: str, ranks: int, rank: tuple, call: tuple, least: int, facts: dict, **parts: Any
 ) -> Case:
     details = {"rank": Detail(rank, "differs"), "call": Detail(call, "differs")}
-    return Case(program=program, settings={}, cause=cause, facts=dict(CAUSES[cause].shows) | facts, conditions=ranks,
-                usual=("edit",), recorded=(), details=details, least=least, **parts)
+    return case(program, cause, ranks, least, facts, details=details, **parts)
 
 
 _ORDER = (
@@ -258,9 +266,11 @@ def _run(case: Case, cure: dict[str, Any] | None) -> Symptom:
     return run_program(source, name, ranks)
 
 
-def clinic() -> Clinic:
-    """Open the clinic: fifteen patients on two or three ranks, none of whom has been looked at."""
-    return Clinic(CASES, CAUSES, EVIDENCE, CURES, _run, _check_cure)
+def clinic(
+    cases: Sequence[Case] = CASES, causes: Mapping[str, Cause] = CAUSES, evidence: Mapping[str, Evidence] = EVIDENCE
+) -> Clinic:
+    """Open the clinic: patients on two or three ranks, fifteen by default, none of whom has been looked at."""
+    return Clinic(cases, causes, evidence, CURES, _run, _check_cure)
 
 
 def who_names_it(opened: Clinic) -> Table:
