@@ -24,7 +24,7 @@ else:
 
     _launched = pool.Pool()
     atexit.register(_launched.close)
-    if "RANK" not in os.environ:
+    if "RANK" not in os.environ and os.environ.get("COURSE_ON") != "ray":
         with contextlib.suppress(OSError):  # told when ranks are asked for
             processes.start_server()
 
@@ -48,6 +48,7 @@ def launch(
     link: str | None = None,
     fault: str | None = None,
     verify: bool = False,
+    on: str | None = None,
     **kwargs: Any,
 ) -> list[Any]:
     """Run ``fn(*args, **kwargs)`` on ``world_size`` ranks and return the results, index = rank.
@@ -89,6 +90,11 @@ def launch(
         Compare what the ranks of a group pass to each operation: its name, reduction, root, dtype, shapes and tag, in
         the group's order, and refuse the first difference, also one that gloo and NCCL do not notice. Ranks that can
         never go on are told at once. It costs some microseconds an operation.
+    on : {"ray", "here"}, optional
+        With ``"ray"`` the ranks run on the nodes of a Ray cluster that there is, found by ``RAY_ADDRESS`` or on this
+        machine: one CPU a rank, with NCCL one GPU, as few nodes as possible, LOCAL_RANK and the like as ``torchrun``
+        sets them. They keep their places while they are warm. Default: environment variable ``COURSE_ON``, else the
+        notebook's own machine. ``hosts``, ``verify`` and ``%%ranks`` are only there.
 
     A function cannot have keyword arguments with these names; ``launch`` takes them for its own.
     Ranks with an even number share one hash seed, the others another, and both change from kernel to kernel, so what
@@ -114,7 +120,7 @@ def launch(
         A fault was asked for where hosts cannot be emulated.
     """
     wanted = {"hosts": hosts, "link": link, "fault": fault}
-    return run(fn, args, kwargs, world_size, timeout, backend, init, hosts=wanted, verify=verify)
+    return run(fn, args, kwargs, world_size, timeout, backend, init, hosts=wanted, verify=verify, on=on)
 
 
 def run(
@@ -128,6 +134,7 @@ def run(
     watch: Any = None,
     hosts: dict[str, Any] | None = None,
     verify: bool = False,
+    on: str | None = None,
 ) -> list[Any]:
     """As :func:`launch`, with what concerns hosts in one dictionary.
 
@@ -150,18 +157,28 @@ def run(
     if not isinstance(verify, bool):
         raise errors.refusal(TypeError, f"verify is True or False, not {verify!r}")
     asked = {name: value for name, value in (hosts or {}).items() if value is not None}
-    world_size, backend = settle(world_size, backend or "gloo" if asked else backend)
+    cluster = cluster_ranks(on, [*asked, *["verify"] * verify])
+    world_size, backend = settle(world_size, backend or "gloo" if asked else backend, cluster and cluster.gpu_count())
     try:
         plan = _plan_of_hosts(asked, world_size, backend) if asked else None
         body = serialization.pack_call(fn, args, kwargs)
         kind = FUNCTION if init else PROGRAM
         call = pool.Call(body, world_size, backend, seconds(timeout), kind, show=show, watch=watch, hosts=plan,
                          verify=verify)
-        return _launched.run(call) if plan is None else _run_on_hosts(call)
+        return _run_on_hosts(call) if plan is not None else (cluster or _launched).run(call)
     except KeyboardInterrupt as error:
         if isinstance(error, errors.Interrupted):
             raise
         raise errors.Interrupted([]) from None
+
+
+def cluster_ranks(on: str | None, here: list[str]) -> Any:
+    """The ranks of a cluster if the call is to run there, else None. What the list names needs this machine."""
+    if on is None and os.environ.get("COURSE_ON", "here") == "here":
+        return None
+    from . import on_ray
+
+    return on_ray.pool_for(on, here)
 
 
 def emulation() -> Any:
@@ -196,8 +213,9 @@ def shutdown() -> None:
     """Stop all ranks that ``launch`` keeps warm. The next call starts new ones."""
     if pool is not None:
         _launched.stop()
-        if on_hosts := sys.modules.get(f"{_EMULATION}.pool"):
-            on_hosts.launched.stop()
+        for elsewhere in (f"{_EMULATION}.pool", f"{__package__}.on_ray"):
+            if elsewhere in sys.modules:
+                sys.modules[elsewhere].launched.stop()
 
 
 def device():
@@ -224,9 +242,12 @@ def gpu_count() -> int:
     return torch.cuda.device_count()
 
 
-def settle(world_size: int | None, backend: str | None) -> tuple[int, str]:
-    """Check and complete world size and backend. Raises ValueError or TypeError with the allowed values."""
-    gpus = gpu_count()
+def settle(world_size: int | None, backend: str | None, gpus: int | None = None) -> tuple[int, str]:
+    """Check and complete world size and backend, for so many ``gpus`` or those of this machine.
+
+    Raises ValueError or TypeError with the allowed values.
+    """
+    gpus = gpu_count() if gpus is None else gpus
     source = "world_size"
     if world_size is None:
         text = os.environ.get("COURSE_WORLD_SIZE")
@@ -251,7 +272,7 @@ def settle(world_size: int | None, backend: str | None) -> tuple[int, str]:
         there = "no GPU" if gpus == 0 else "1 GPU" if gpus == 1 else f"{gpus} GPUs"
         raise errors.refusal(
             ValueError,
-            f"NCCL needs one GPU for each of {world_size} ranks, and this machine has {there}. "
+            f"NCCL needs one GPU for each of {world_size} ranks, and there {'are' if gpus > 1 else 'is'} {there}. "
             f"Use backend='gloo'{f' or world_size <= {gpus}' if gpus else ''}.",
         )
     if backend is None:

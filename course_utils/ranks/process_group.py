@@ -128,8 +128,9 @@ def prepare(header: dict) -> None:
     hosts = header["hosts"]
     os.environ.update(_torchrun_names(world_size, header["port"], program, hosts))
     state.meeting_limit = None
-    if hosts and hosts["emulated"]:
+    if hosts and "interface" in hosts:
         _name_interface(hosts["interface"])
+    if hosts and hosts["network"]:
         # half the time: where ranks cannot meet, PyTorch's own error comes before the launcher's
         state.meeting_limit = _NEVER if program else timedelta(seconds=header["timeout"] / 2)
     state.store, state.meeting = header["store"], False

@@ -85,9 +85,9 @@ class Plan:
     def environment(self) -> dict[str, Any]:
         """What tells ranks where they are: hosts, the address of the first, the interface (None: none is named)."""
         if not self.emulated:
-            return {"emulated": False, "count": self.count, "address": "127.0.0.1"}
+            return {"network": False, "count": self.count, "address": "127.0.0.1"}
         told = {"address": f"node{self.conditions.master}", "interface": self.conditions.interface}
-        return {"emulated": True, "count": self.count, **told}
+        return {"network": True, "count": self.count, **told}
 
 
 def divide(hosts: Any, world_size: int, link: Any = None, fault: Any = None) -> Plan:
