@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import time
 from multiprocessing.connection import wait
 
 from . import errors, verify
+from .by_rank import folds
+from .channels import MARK
 from .interrupts import Interrupts, held_back
 from .likely_fault import likely_fault
 from .output import Merger
@@ -21,6 +24,7 @@ _ANSWER = 0.5  # seconds a rank has to say where it stands
 _COMPARE = 0.05  # seconds between two looks at what the ranks have called, if they are compared
 _DEAF = ("no answer", "starting")  # phases from which a rank does not come back when it is aborted
 _RETURN = 1.5  # seconds an aborted rank has to come back before it is killed
+_AGAIN = 0.3  # seconds in which a rank that was answered may ask again
 _REST = 1 << 18  # bytes of output that are read from a rank that is stopped or has died
 
 
@@ -41,10 +45,12 @@ class Collector:
         for rank in ranks:
             if workers[rank].ran and not call.kind.keeps_names:  # what is left of an earlier call may have printed
                 self._read_rest(rank)
-        self._merger = Merger(ranks, self._status.show)
+        self._merger = Merger(ranks, self._status.show, call.by_rank)
         self._interrupts = interrupts
         self._stopping = False
         self._questions = 0
+        self._deadline = 0.0
+        self._examined: int | None = None  # the rank whose failure the learner looks at
         self._watch = call.watch or (verify.watch() if call.verify else None)
         files = {rank: verify.path(workers[rank].folder, number) for rank in ranks} if call.verify else {}
         self._verifier = verify.Verifier(files) if call.verify else None
@@ -62,7 +68,7 @@ class Collector:
                 self._differs()  # before ranks that are stopped clean up
                 self._stop(standings)
             self._status.erase()
-            if interrupted:
+            if interrupted or any(failure.get("phase") == "quit" for failure in self._failures.values()):
                 raise errors.Interrupted(errors.state_table(standings))
             if self._verifier and (mismatch := self._verifier.error()):
                 raise mismatch
@@ -70,9 +76,7 @@ class Collector:
                 raise self._first_cause(standings)
             raise self._hang(standings, unfinished, verdict)
         self._judge_group()
-        for rank in self.ranks:
-            self._merger.close(rank)
-        self._merger.flush()
+        self._end_output()
         self._warn()
         self._status.erase()
 
@@ -84,7 +88,7 @@ class Collector:
     def _wait(self) -> str:
         """Until all have replied and printed what they had to, or must be stopped: the reason, if a watch says so."""
         now = time.monotonic()
-        deadline, look = now + self.call.timeout, now + 2 * self._watch.look if self._watch else float("inf")
+        self._deadline, look = now + self.call.timeout, now + 2 * self._watch.look if self._watch else float("inf")
         while self._pending or any(self._merger.is_open(rank) for rank in self.ranks):
             now = time.monotonic()
             if self._differs():
@@ -93,7 +97,7 @@ class Collector:
                 if verdict := self._look():
                     return verdict
                 look = time.monotonic() + self._watch.look
-            stop = min(deadline, self._patience()) if self._pending else now + _ANSWER
+            stop = min(self._deadline, self._patience()) if self._pending else now + _ANSWER
             if self._pending and now >= stop:
                 return ""
             tick = _COMPARE if self._verifier else TICK
@@ -152,18 +156,29 @@ class Collector:
             self._merger.close(rank)
         return len(data)
 
-    def _read_rest(self, rank: int) -> None:
-        """Take what is left in the pipe of a rank; not more, should somebody go on writing."""
+    def _read_pipe(self, rank: int) -> None:
+        """Take what is in the pipe of a rank; not more, should somebody go on writing."""
         worker, read = self.workers[rank], 0
         while worker.output_open and read < _REST and wait([worker.output], 0):
             read += self._read_output(rank)
+
+    def _read_rest(self, rank: int) -> None:
+        """Take what is left in the pipe of a rank."""
+        self._read_pipe(rank)
         self._merger.close(rank)
 
     def _read_reply(self, rank: int) -> None:
-        try:
-            kind, number, content, communication, files = self.workers[rank].task.recv()
-        except (EOFError, OSError):
-            return  # it has died: its sentinel says how
+        """Take a reply; a rank that asks may ask again before another does, so that answers belong together."""
+        task, kind = self.workers[rank].task, "asks"
+        while kind == "asks":
+            try:
+                kind, number, content, communication, files = task.recv()
+                if kind == "asks":
+                    task.send(self._answer(rank, *content, examines=communication))
+                    if not task.poll(_AGAIN):
+                        return
+            except (EOFError, OSError):
+                return  # it has died: its sentinel says how
         if number != self.number:
             return
         self._pending.discard(rank)
@@ -177,6 +192,38 @@ class Collector:
             self.results[rank], self.communication[rank] = content, communication
         else:
             self._failures[rank] = content | {"seen": time.monotonic()}
+
+    def _answer(self, rank: int, said: str, prompt: str, examines: bool) -> str | None:
+        """What the learner answers to a rank, in the cell's own prompt; meanwhile no time-out runs. None: no answer.
+
+        Of ranks that fail one is examined (``launch(..., post_mortem=True)``).
+        """
+        if self._stopping or examines and self._examined not in (None, rank):
+            return None
+        self._examined = rank if examines else self._examined
+        self._read_pipe(rank)
+        self._merger.flush(asks=rank)
+        self._status.show(re.sub(f"{MARK.decode()}(.*?){MARK.decode()}", lambda file: errors.file_label(file[1]), said))
+        began = time.monotonic()
+        try:
+            with self._interrupts.at_once(True):
+                return input(prompt)
+        except (EOFError, RuntimeError):  # also IPython's StdinNotImplementedError
+            return None
+        finally:
+            waited = time.monotonic() - began
+            self._deadline += waited
+            self._status.stand_still(waited)
+            for failure in self._failures.values():
+                failure["seen"] += waited
+
+    def _end_output(self) -> None:
+        """Show what is left of the ranks' output, and then each rank's own if that is wanted."""
+        for rank in self.ranks:
+            self._merger.close(rank)
+        self._merger.flush()
+        if self._merger.by_rank:
+            self._status.show(folds(self._merger.by_rank))
 
     def _note_death(self, rank: int) -> None:
         """A rank has died: keep what it said last, and how it ended."""
@@ -273,7 +320,7 @@ class Collector:
         self.same_group = kept and self.settled and self.call.backend == "nccl"  # it ends with its processes
         for rank in self.ranks:
             self._read_rest(rank)
-        self._merger.flush()
+        self._end_output()
         self._stopping, interrupted = True, set(self._pending)
         self._merger = Merger(self.ranks, lambda item: None)  # what they print about being stopped is of no interest
         for rank in interrupted:

@@ -263,8 +263,6 @@ def _advice(text: str, last: dict | None, rank: int) -> str:
         return f"{full}: free some space, or set TMPDIR to a folder on another disk."
     if "alltoall" in text:
         return "With verify=True launch says which rank sends to another what that one does not expect."
-    if "bdb.BdbQuit" in text:
-        return "Ranks have no keyboard, so a debugger cannot stop there: print, or return what you want to see."
     if named := re.search(r"Unable to find address for: (\S+)", text):
         return f"GLOO_SOCKET_IFNAME is {named[1]!r}, which names no interface of this machine that is up."
     return ""

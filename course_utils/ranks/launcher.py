@@ -48,6 +48,8 @@ def launch(
     link: str | None = None,
     fault: str | None = None,
     verify: bool = False,
+    post_mortem: bool = False,
+    by_rank: bool = False,
     on: str | None = None,
     **kwargs: Any,
 ) -> list[Any]:
@@ -90,12 +92,20 @@ def launch(
         Compare what the ranks of a group pass to each operation: its name, reduction, root, dtype, shapes and tag, in
         the group's order, and refuse the first difference, also one that gloo and NCCL do not notice. Ranks that can
         never go on are told at once. It costs some microseconds an operation.
+    post_mortem : bool
+        When a rank raises an exception, open pdb there in the cell's prompt, with the variables of its functions. The
+        other ranks stand where they are. ``q`` goes on to the :class:`WorkerError`. Where nobody can answer, as under
+        papermill, pdb does not open.
+    by_rank : bool
+        Show what the ranks print as always, and then a fold for each rank with all its own text, figures and tables.
     on : {"ray", "here"}, optional
         With ``"ray"`` the ranks run on the nodes of a Ray cluster that there is, found by ``RAY_ADDRESS`` or on this
         machine: one CPU a rank, with NCCL one GPU, as few nodes as possible, LOCAL_RANK and the like as ``torchrun``
         sets them. They keep their places while they are warm. Default: environment variable ``COURSE_ON``, else the
         notebook's own machine. ``hosts``, ``verify`` and ``%%ranks`` are only there.
 
+    ``breakpoint()`` and ``input()`` ask in the cell's prompt too, which names the rank. No time-out runs meanwhile; the
+    stop button ends the call.
     A function cannot have keyword arguments with these names; ``launch`` takes them for its own.
     Ranks with an even number share one hash seed, the others another, and both change from kernel to kernel, so what
     relies on the order of a set goes wrong as it does under ``torchrun``. ``PYTHONHASHSEED`` gives all ranks one.
@@ -120,7 +130,8 @@ def launch(
         A fault was asked for where hosts cannot be emulated.
     """
     wanted = {"hosts": hosts, "link": link, "fault": fault}
-    return run(fn, args, kwargs, world_size, timeout, backend, init, hosts=wanted, verify=verify, on=on)
+    flags = {"verify": verify, "post_mortem": post_mortem, "by_rank": by_rank}
+    return run(fn, args, kwargs, world_size, timeout, backend, init, hosts=wanted, on=on, **flags)
 
 
 def run(
@@ -133,10 +144,10 @@ def run(
     init: bool = True,
     watch: Any = None,
     hosts: dict[str, Any] | None = None,
-    verify: bool = False,
     on: str | None = None,
+    **flags: bool,
 ) -> list[Any]:
-    """As :func:`launch`, with what concerns hosts in one dictionary.
+    """As :func:`launch`, with what concerns hosts in one dictionary, and ``verify``, ``post_mortem``, ``by_rank``.
 
     With a ``watch`` (see `watch`) ranks that cannot finish are told before the time-out.
     """
@@ -152,19 +163,18 @@ def run(
             f"launch takes a function to run on every rank, not {type(fn).__name__}: write launch(fn, *args), "
             "without brackets behind fn",
         )
-    if not isinstance(init, bool):
-        raise errors.refusal(TypeError, f"init is True or False, not {init!r}")
-    if not isinstance(verify, bool):
-        raise errors.refusal(TypeError, f"verify is True or False, not {verify!r}")
+    for name, value in ({"init": init} | flags).items():
+        if not isinstance(value, bool):
+            raise errors.refusal(TypeError, f"{name} is True or False, not {value!r}")
     asked = {name: value for name, value in (hosts or {}).items() if value is not None}
-    cluster = cluster_ranks(on, [*asked, *["verify"] * verify])
+    cluster = cluster_ranks(on, [*asked, *["verify"] * flags.get("verify", False)])
     world_size, backend = settle(world_size, backend or "gloo" if asked else backend, cluster and cluster.gpu_count())
     try:
         plan = _plan_of_hosts(asked, world_size, backend) if asked else None
         body = serialization.pack_call(fn, args, kwargs)
         kind = FUNCTION if init else PROGRAM
         call = pool.Call(body, world_size, backend, seconds(timeout), kind, show=show, watch=watch, hosts=plan,
-                         verify=verify)
+                         **flags)
         return _run_on_hosts(call) if plan is not None else (cluster or _launched).run(call)
     except KeyboardInterrupt as error:
         if isinstance(error, errors.Interrupted):
@@ -213,7 +223,7 @@ def shutdown() -> None:
     """Stop all ranks that ``launch`` keeps warm. The next call starts new ones."""
     if pool is not None:
         _launched.stop()
-        for elsewhere in (f"{_EMULATION}.pool", f"{__package__}.on_ray"):
+        for elsewhere in (f"{_EMULATION}.pool", f"{__package__}.ray_pool"):
             if elsewhere in sys.modules:
                 sys.modules[elsewhere].launched.stop()
 

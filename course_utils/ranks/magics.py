@@ -17,7 +17,7 @@ from .pool import Call, Pool
 
 __all__ = ["RankMagics"]
 
-_USAGE = "%%ranks [0,2] [--world-size N] [--timeout S]"
+_USAGE = "%%ranks [0,2] [--world-size N] [--timeout S] [--post-mortem] [--by-rank]"
 
 
 @magics_class
@@ -36,9 +36,10 @@ class RankMagics(Magics):
         """Run the cell on every rank, or on some: ``%%ranks [0,2] --world-size 4 --timeout 60``.
 
         ``torch``, ``dist``, ``rank``, ``world_size`` and ``device`` (also ``device()``) are defined. Names last until
-        ``%ranks_reset``. The value of the last expression is shown by rank, merged where it is equal.
+        ``%ranks_reset``. The value of the last expression is shown by rank, merged where it is equal. ``--post-mortem``
+        and ``--by-rank`` are as with ``launch``.
         """
-        ranks, world_size, timeout = _arguments(line)
+        ranks, world_size, timeout, flags = _arguments(line)
         if self._world_size is None or world_size not in (None, self._world_size):
             settled = launcher.settle(world_size, None)
             if self._world_size is not None:
@@ -61,7 +62,7 @@ class RankMagics(Magics):
             if "await" in error.msg:
                 text += "\n\nRanks have no event loop that runs: write asyncio.run(main()) there."
             raise errors.refusal(Exception, text, name="SyntaxError") from None
-        call = Call(cell.encode(), self._world_size, self._backend, timeout, CELL, name, ranks, launcher.show)
+        call = Call(cell.encode(), self._world_size, self._backend, timeout, CELL, name, ranks, launcher.show, **flags)
         try:
             self._pool.run(call)
         except errors.WorkerError as error:
@@ -90,8 +91,8 @@ class RankMagics(Magics):
         print(f"{done}; the next cell starts new ones")
 
 
-def _arguments(line: str) -> tuple[list[int] | None, int | None, float]:
-    ranks, world_size, timeout = None, None, 60.0
+def _arguments(line: str) -> tuple[list[int] | None, int | None, float, dict[str, bool]]:
+    ranks, world_size, timeout, flags = None, None, 60.0, {}
     words = line.replace("=", " ").replace(", ", ",").split()
     while words:
         word = words.pop(0)
@@ -103,10 +104,12 @@ def _arguments(line: str) -> tuple[list[int] | None, int | None, float]:
                 world_size = int(words.pop(0))
             elif word == "--timeout":
                 timeout = launcher.seconds(float(words.pop(0)))
+            elif word in ("--post-mortem", "--by-rank"):
+                flags[word[2:].replace("-", "_")] = True
             else:
                 raise ValueError
         except (ValueError, IndexError):
             given = " ".join([word, *value])
             why = "is not understood" if "{" not in given else "names no variable of the notebook"
             raise UsageError(f"{given!r} {why}; {_USAGE}") from None
-    return ranks, world_size, timeout
+    return ranks, world_size, timeout, flags

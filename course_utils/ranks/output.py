@@ -16,9 +16,10 @@ LAST_LINES = 50  # and of the rest the last ones
 MAX_LINE = 10_000  # characters of a line that are shown
 _MAX_HELD = 1 << 17  # bytes of a line without an end that are kept
 _TERMINATE = r"terminate called|  what\(\):|\[F\d{4} "
-_REWRITES = re.compile(rb"\r(?!\r*\n)|\x1b\[\d*A")  # a line is written again, as by progress bars
-_TOKENS = re.compile(rb"[\n\r]|\x1b\[(\d*)A|\x1b\[[\d;]*[B-HJKST]|(?:[^\n\r\x1b]|\x1b\[[\d;]*m)+|\x1b")
-_BAR = re.compile(rb"^(?P<name>.*?) *(?P<percent>\d+)%\|.*?/(?P<total>\d+)")  # tqdm's
+_BELOW = re.compile(rb"\n([^\n]*?)\x1b\[1?A")  # what a bar writes below another, before the cursor goes up again
+_REWRITTEN = re.compile(rb"[^\r\n]*\r(?=[^\r\n])")  # a line up to where it is written again, as by progress bars
+_TIME = re.compile(rb" \[\d+:\d\d")  # in a bar of tqdm's,
+_BAR = re.compile(r"(.*?) *(\d+)%\|.*/(\S+) \[[^,\]]*(?:, *([\d.]+)(\D*?)[,\]])?")  # name, percent, total, rate
 _DEPRECATED = re.compile(r": FutureWarning: .*torch\.")  # PyTorch's own; the learner's line follows, indented
 _told: set[str] = set()  # of these, those that an earlier call has shown,
 _telling: set[str] = set()  # and those that this one shows
@@ -35,135 +36,56 @@ def _decoded(special: bytes) -> dict | int | None:
         return None
 
 
-class _Screen:
-    """The lines that progress bars write again and again: a cursor that goes up, down and back to the beginning."""
-
-    def __init__(self, line: bytes):
-        self._rows = [line]
-        self._written = [0]  # when each row was written last, as a count of writes
-        self._cursor = 0
-        self._down = False  # the cursor has just come down to its row
-        self._again = False  # the next text takes the place of the row's
-        self._up = False  # the cursor has been moved up
-        self._cut = b""
-
-    def feed(self, data: bytes) -> tuple[list[bytes], bytes | None]:
-        """Lines that will not change any more, and what follows them as soon as no line is written again."""
-        data = self._cut + data
-        cut = re.search(rb"\x1b(\[[\d;]*)?$", data)
-        data, self._cut = (data[: cut.start()], data[cut.start() :]) if cut else (data, b"")
-        for token in _TOKENS.finditer(data):
-            text = token[0]
-            if text == b"\n":
-                self._cursor += 1
-                if self._cursor == len(self._rows):
-                    self._rows.append(b"")
-                    self._written.append(0)
-                self._down, self._again = True, False
-            elif text == b"\r":
-                self._again, self._down = True, False
-            elif token[1] is not None:
-                self._cursor = max(0, self._cursor - int(token[1] or 1))
-                self._down, self._up = False, True
-            elif MARK in text:
-                begins = token.start() + text.index(MARK)
-                self._write(data[token.start() : begins])
-                return self.rows(upto=len(self._rows)), data[begins:]
-            elif self._down and not text.startswith(b"\x1b"):  # ordinary text, which goes below all bars
-                last = self._cursor == len(self._rows) - 1
-                return self.rows(upto=self._cursor if last else len(self._rows)), data[token.start() :]
-            elif not text.startswith(b"\x1b") or text.endswith(b"m"):
-                self._write(text)
-        return [], None
-
-    def _write(self, text: bytes) -> None:
-        if text:
-            self._rows[self._cursor] = (b"" if self._again else self._rows[self._cursor]) + text
-            self._written[self._cursor] = 1 + max(self._written)
-            self._again = False
-
-    def rows(self, upto: int) -> list[bytes]:
-        """The first rows as lines, without those where only the cursor has been."""
-        rows = [row for i, row in enumerate(self._rows[:upto]) if not self._is_stale(i)]
-        if self._up:
-            return [row for row in rows if row]
-        while rows and not rows[-1] and upto == len(self._rows):
-            rows.pop()
-        return rows
-
-    def _is_stale(self, i: int) -> bool:
-        """Whether a row holds a state of a bar that has ended in another row."""
-        bar = _BAR.search(self._rows[i])
-        later = (row for row, when in zip(self._rows, self._written, strict=True) if when > self._written[i])
-        ended = (end for row in later if (end := _BAR.search(row)) and end["percent"] == b"100")
-        return bar is not None and any(end["name"] == bar["name"] and end["total"] == bar["total"] for end in ended)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def first(self) -> bytes:
-        return next((row for row in self._rows if row), b"")
-
-
 class _Source:
     """What one rank has printed: whole lines that wait to be shown, and the beginning of the next."""
 
     def __init__(self) -> None:
-        self.partial = bytearray()
+        self.partial = b""  # after the last line that cannot change any more
         self.dropped = 0  # bytes of the partial line that are not kept
-        self.newlines = 0  # with which it has ended since: lines, or the way down to a bar
-        self.screen: _Screen | None = None
-        self.lines: list[str | dict] = []
+        self.below = b""  # the newest of the bars below it
+        self.lines: list[str | dict | None] = []  # None: has been shown
         self.last: deque[str | dict] = deque(maxlen=LAST_LINES)
         self.left_out = 0
         self.warned: set[str] = set()
         self.after_told = False  # the last line was a warning that has been shown before
 
     def take(self, data: bytes) -> list[bytes]:
-        """The lines that ``data`` completes."""
-        complete: list[bytes] = []
-        while True:
-            if self.screen is None:
-                data, self.newlines = b"\n" * self.newlines + data, 0
-                again = _REWRITES.search(data)
-                if again is None:
-                    return complete + self._plain(data)
-                begins = data.rfind(b"\n", 0, again.start()) + 1
-                text = data[:begins].rstrip(b"\n")
-                if text or self.partial:  # ordinary lines before it
-                    ends = min(begins, len(text) + 1)
-                    complete += self._plain(data[:ends])
-                    data = b"\n" * self.newlines + data[ends:]
-                self.screen, self.partial, self.newlines = _Screen(bytes(self.partial)), bytearray(), 0
-            lines, rest = self.screen.feed(data)
-            complete += lines
-            if rest is None:
-                return complete
-            self.screen, data = None, rest
+        """The lines that ``data`` completes.
 
-    def _plain(self, data: bytes) -> list[bytes]:
-        body = data.rstrip(b"\n")
-        ends = len(data) - len(body)
-        if ends and (body or self.partial):
-            body, ends = body + b"\n", ends - 1
-        self.newlines = ends
-        if b"\n" in body:
-            first, *lines, tail = body.split(b"\n")
-            complete = [bytes(self.partial) + first, *lines]
-            self.partial = bytearray(tail)
-            return complete
-        self.partial += body
-        if len(self.partial) > 2 * _MAX_HELD and MARK not in self.partial[:1]:  # keep its beginning and its end
-            self.dropped += len(self.partial) - _MAX_HELD
-            self.partial[_MAX_HELD // 2 : len(self.partial) - _MAX_HELD // 2] = b""
-        return []
+        The end of a bar, or of an empty line, may be the way down to a bar below it. So it waits for what comes next.
+        """
+        text = self.partial + data
+        if b"\r" in text:
+            while b"\x1b" in text and (changed := _BELOW.sub(self._note_below, text)) != text:
+                text = changed
+            text = _REWRITTEN.sub(b"\r", text)
+        *lines, rest = text.split(b"\n")
+        self.below = b"" if lines else self.below
+        if not rest or rest[:1] in (b"\r", b"\x1b"):
+            while lines and not lines[-1]:
+                rest = lines.pop() + b"\n" + rest
+            if lines and _TIME.search(lines[-1]) and MARK not in lines[-1]:
+                rest = lines.pop() + b"\n" + rest
+        if len(rest) > 2 * _MAX_HELD and MARK not in rest[:1]:  # keep its beginning and its end
+            self.dropped += len(rest) - _MAX_HELD
+            rest = rest[: _MAX_HELD // 2] + rest[-_MAX_HELD // 2 :]
+        self.partial = rest
+        return lines
+
+    def _note_below(self, found: re.Match[bytes]) -> bytes:
+        self.below = found[1].strip() or self.below
+        return b""
 
     def rest(self) -> list[bytes]:
         """What has no end and will have none."""
-        screen, self.screen = self.screen, None
-        partial, self.partial = bytes(self.partial), bytearray()
-        lines = screen.rows(upto=len(screen)) if screen else []
-        return lines + ([partial] if partial else []) + [b""] * self.newlines
+        *lines, rest = self.partial.split(b"\n")
+        self.partial = b""
+        return lines + [rest] * bool(rest)
+
+    def unended(self) -> str:
+        """The line that has no end yet, as it stands: of bars the uppermost."""
+        line = self.partial.rpartition(b"\n")[2].rpartition(b"\r")[2].strip() or self.below
+        return "" if MARK in self.partial else _CURSOR.sub("", line.decode(errors="replace"))
 
     def add(self, item: str | dict) -> None:
         if len(self.lines) < MAX_LINES:
@@ -187,8 +109,9 @@ class Merger:
     ``show`` is called with a text (one or more whole lines) or a MIME bundle.
     """
 
-    def __init__(self, ranks: list[int], show: Callable[[str | dict], None]):
+    def __init__(self, ranks: list[int], show: Callable[[str | dict], None], by_rank: bool = False):
         self._show = show
+        self.by_rank: dict[int, list[str | dict]] | None = {rank: [] for rank in ranks} if by_rank else None
         self._sources = {rank: _Source() for rank in ranks}
         self._open = set(ranks)
         self._next = 0
@@ -243,13 +166,10 @@ class Merger:
     def is_open(self, rank: int) -> bool:
         return rank in self._open
 
-    def unended(self) -> tuple[int, str] | None:
-        """A rank with a line that has no end yet, such as a progress bar, and the line as it stands."""
-        for rank, source in self._sources.items():
-            line = source.screen.first() if source.screen else bytes(source.partial[-_MAX_HELD:])
-            if rank in self._open and line.strip() and MARK not in line:
-                return rank, _CURSOR.sub("", line.rpartition(b"\r")[2].decode(errors="replace")).strip()
-        return None
+    def unended(self) -> tuple[str, str] | None:
+        """A line that has no end yet, such as a progress bar of several ranks, and whose it is."""
+        texts = {rank: text for rank in sorted(self._open) if (text := self._sources[rank].unended())}
+        return next(iter(_together(texts)), None)
 
     def close(self, rank: int) -> None:
         """Nothing more comes from this rank (it died or was stopped)."""
@@ -261,29 +181,54 @@ class Merger:
             source.end()
         self._open.discard(rank)
 
-    def flush(self) -> None:
-        """Show every line that is ready."""
-        text = []
-        while True:
-            k = self._next
-            if any(k >= len(self._sources[rank].lines) for rank in self._open):
+    def flush(self, asks: int | None = None) -> None:
+        """Show every line that is ready, and of a rank that asks something all that it has printed."""
+        text: list[str] = []
+        while having := [rank for rank, source in self._sources.items() if self._next < len(source.lines)]:
+            if not self._open.issubset(having):
                 break
-            having = [rank for rank, source in self._sources.items() if k < len(source.lines)]
-            if not having:
-                break
+            self._show_line(self._next, having, text)
             self._next += 1
-            groups: dict[str, tuple[str | dict, list[int]]] = {}
-            for rank in having:
-                item = self._sources[rank].lines[k]
-                groups.setdefault(item if isinstance(item, str) else json.dumps(item), (item, []))[1].append(rank)
-                self._sources[rank].lines[k] = ""
-            for item, ranks in groups.values():
-                if isinstance(item, str):
-                    text.append(f"[{rank_label(ranks)}] {item}".rstrip() + "\n")
-                    continue
-                text.append(f"[{rank_label(ranks)}] shows:\n")
-                self._show("".join(text))
-                text.clear()
-                self._show(item)
+        for k in range(self._next, len(self._sources[asks].lines) if asks is not None else 0):
+            self._show_line(k, [asks], text)
         if text:
             self._show("".join(text))
+
+    def _show_line(self, k: int, ranks: list[int], text: list[str]) -> None:
+        """Add line ``k`` of these ranks to ``text``, or show both if it is a figure."""
+        items = {}
+        for rank in ranks:
+            lines = self._sources[rank].lines
+            item, lines[k] = lines[k], None
+            if item is not None:
+                items[rank] = item
+                if self.by_rank is not None:
+                    self.by_rank[rank].append(item)
+        for label, item in _together(items):
+            if isinstance(item, str):
+                text.append(f"[{label}] {item}".rstrip() + "\n")
+                continue
+            self._show("".join([*text, f"[{label}] shows:\n"]))
+            text.clear()
+            self._show(item)
+
+
+def _together(items: dict[int, str | dict]) -> list[tuple[str, str | dict]]:
+    """What several ranks have printed, equal things once, with whose they are; of one progress bar the slowest's."""
+    groups: dict = {}
+    for rank, item in items.items():
+        bar = _BAR.match(item) if isinstance(item, str) and "%|" in item else None
+        key = bar.group(1, 3) if bar else item if isinstance(item, str) else json.dumps(item)
+        groups.setdefault(key, {})[rank] = (_speed(bar) if bar else (), item)
+    told = []
+    for having in groups.values():
+        slowest = min(having, key=lambda rank, having=having: having[rank][0])
+        speeds = {speed for speed, _ in having.values()}
+        told.append((rank_label([*having]) + f", slowest {slowest}" * (len(speeds) > 1), having[slowest][1]))
+    return told
+
+
+def _speed(bar: re.Match[str]) -> tuple[float, float]:
+    """How far a bar is, and how fast; ``2.00s/it`` is a rate upside down."""
+    rate = float(bar[4] or "inf")
+    return float(bar[2]), 1 / rate if rate and (bar[5] or "").startswith("s/") else rate

@@ -24,7 +24,7 @@ from .collector import Collector
 from .interrupts import Interrupts, held_back
 from .labels import rank_label
 from .processes import Worker, start_server
-from .status_line import TICK, Status
+from .status_line import TICK, Status, can_answer
 from .watch import Watch
 
 _group_numbers = itertools.count()
@@ -45,6 +45,8 @@ class Call:
     watch: Watch | None = None
     hosts: Any = None  # the plan of the hosts that the ranks are divided among (see `hosts`)
     verify: bool = False
+    post_mortem: bool = False  # let the learner examine a rank that fails
+    by_rank: bool = False  # show also what each rank has shown
 
     @property
     def group(self) -> tuple:
@@ -307,6 +309,7 @@ class Pool:
                 "call": self.calls, "kind": call.kind, "world_size": call.world_size, "backend": call.backend,
                 "generation": self.generation, "port": self.port, "store": self.store,
                 "filename": call.label, "idle": self._idle_seconds(call),
+                "answers": can_answer(), "post_mortem": call.post_mortem,
                 "hosts": call.hosts and call.hosts.environment, "timeout": call.timeout,
                 "operations": verify.path(worker.folder, self.calls) if call.verify else None,
                 "place": place if worker.place != place else None,

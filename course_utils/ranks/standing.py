@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bdb
 import linecache
 import os
 import sys
@@ -21,7 +22,7 @@ from .state import state
 
 _PREPARES = ("init_process_group", "destroy_process_group", "set_device")  # what a rank calls before a function
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_WORKER = os.path.join(os.path.dirname(__file__), "worker.py")
+WORKER = os.path.join(os.path.dirname(__file__), "worker.py")
 
 
 def _frame(filename: str, line: int, function: str) -> dict:
@@ -52,6 +53,7 @@ def describe(error: BaseException) -> dict:
         "cause": "\n  after ".join(chain),
         "connection": isinstance(error, RuntimeError) and _is_consequence(text),
         "time": time.monotonic(),
+        **({"phase": "quit"} if isinstance(error, bdb.BdbQuit) else {}),  # the learner has ended the debugger
     }
 
 
@@ -114,7 +116,7 @@ def standing(phase: str, running: bool) -> dict:
     """
     frame = sys._current_frames().get(threading.main_thread().ident)
     frames = []
-    while frame is not None and frame.f_code.co_filename != _WORKER:  # below are only the server's frames
+    while frame is not None and frame.f_code.co_filename != WORKER:  # below are only the server's frames
         frames.append(_frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         frame = frame.f_back
     line = next((f for f in frames if f["learner"]), None)
@@ -127,7 +129,7 @@ def standing(phase: str, running: bool) -> dict:
     inside = interceptor.inside
     waiting = inside or (oldest[0] if oldest and (in_torch or on_wait or on_stream) else _in_thread(unfinished, frames))
     return {
-        "phase": phase, "line": line if phase == "running" else None,
+        "phase": "asks" if state.asks else phase, "line": line if phase == "running" else None,
         "waiting": entry_data(waiting) if running else None, "last": entry_data(interceptor.last),
         "latest": latest(), "made": interceptor.made(),
         "unfinished": [entry_data(e) for e in unfinished + [inside] * (inside is not None)],

@@ -13,6 +13,7 @@ class State:
 
     rank: int = -1
     running: bool = False
+    asks: bool = False  # waits for what the learner types
     phase: str = "idle"
     call: int = 0
     pid: int = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -24,6 +25,16 @@ def wanted() -> bool:
     return in_notebook or (sys.stdout is not None and sys.stdout.isatty())
 
 
+def can_answer() -> bool:
+    """Whether there is somebody to answer `input`: a terminal, or a notebook's page (papermill and nbval have none)."""
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if kernel := getattr(shell, "kernel", None):
+        return getattr(kernel, "_allow_stdin", False)
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
 class Status:
     """The line of one call. ``write`` takes text; output of the ranks has to go through `show`."""
 
@@ -39,14 +50,13 @@ class Status:
         self._changed = time.monotonic()
         self._show(item)
 
-    def update(self, running: list[int], unended: tuple[int, str] | None, doing: str = "running") -> None:
+    def update(self, running: list[int], unended: tuple[str, str] | None, doing: str = "running") -> None:
         """Write the line anew if it is time: an unended line of a rank's if there is one, else who still runs."""
         now = time.monotonic()
         if not self._enabled or now - self._written < (_BAR_PERIOD if unended else _PERIOD):
             return
         if unended is not None:
-            rank, text = unended
-            line = f"[rank {rank}] {text}"
+            line = "[{}] {}".format(*unended)
         elif now - self._changed >= _SILENCE and running:
             line = f"… {now - self._began:.0f} s: {rank_label(running)} {'is' if len(running) == 1 else 'are'} {doing}"
         else:
@@ -54,6 +64,11 @@ class Status:
         line = line[:_WIDTH]
         self._show(f"\r{line.ljust(self._width)}")
         self._written, self._width = now, len(line)
+
+    def stand_still(self, seconds: float) -> None:
+        """Do not count so much of the time: the ranks waited for the learner."""
+        self._began += seconds
+        self._changed += seconds
 
     def erase(self) -> None:
         """Take the line away."""

@@ -45,6 +45,7 @@ from .call_signature import Announcer
 from .channels import IDLE_SECONDS, MARK, STATUS_BYTES
 from .descendants import adopt_orphans, end_descendants
 from .intercept import interceptor
+from .keyboard import keyboard
 from .labels import tells_place
 from .modules import Modules, clock
 from .settings import Settings, note_threads, seed
@@ -83,7 +84,7 @@ def main(rank: int, task, control, output, status, environment: dict, folder: st
     torch.set_num_threads(1)
     process_group.install()
     builtins.display = display.display
-    sys.breakpointhook = _no_keyboard
+    keyboard.install(task)
     display.replace_ipython_display()
     sys.modules["__main__"].__dict__.update(torch=torch, dist=dist)
     threading.Thread(target=_answer, args=(control,), daemon=True).start()
@@ -133,10 +134,6 @@ def _end_fork(error: str) -> None:
         with contextlib.suppress(Exception):
             stream.flush()
     os._exit(1 if error else 0)
-
-
-def _no_keyboard(*_arguments, **_named) -> None:
-    raise RuntimeError("ranks have no keyboard, so breakpoint() cannot stop there: print or return what you look for")
 
 
 def _detach(status, output) -> None:
@@ -200,6 +197,7 @@ def _serve(header: dict, body: bytes) -> tuple:
             state.place, state.environment = header["place"], None
             _take_place()
         linecache.cache.update(header["sources"])
+        keyboard.header = header
         interceptor.reset()
         process_group.prepare(header)
         state.environment = os.environ._data.copy()
@@ -220,6 +218,8 @@ def _serve(header: dict, body: bytes) -> tuple:
         interceptor.pending.clear()
         return "done", call, result, communication
     except BaseException as error:
+        if header["post_mortem"]:
+            keyboard.post_mortem(error)
         state.running = False
         starting, state.phase = state.phase == "starting", "failed"
         failure = standing.describe(error)
@@ -322,6 +322,8 @@ def _show_value(value) -> None:
 
 
 def _finish_output(call: int) -> None:
+    with contextlib.suppress(Exception):
+        keyboard.end()
     for name in ("stdout", "stderr"):
         with contextlib.suppress(Exception):  # closed, or another object, or None, or nothing
             getattr(sys, name).flush()
