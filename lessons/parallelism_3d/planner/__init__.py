@@ -60,8 +60,7 @@ def plan(
     model: TransformerConfig, cluster: GpuCluster, layout: Layout, batch: int, constants: StepTimeConstants = CONSTANTS
 ) -> Plan:
     """Return memory and time of a step of `batch` sequences; a layout that cannot run is a ValueError with reasons."""
-    against = reasons_against(model, cluster, layout, batch)
-    if against:
+    if against := reasons_against(model, cluster, layout, batch):
         raise ValueError(f"{model.name} as {layout} cannot run: " + "; ".join(against))
     return StepModel(model, cluster, constants).step(layout, batch, fullest(model, layout, batch))
 

@@ -62,9 +62,7 @@ CLUSTERS: Mapping[str, tuple[str, int, float]] = {
 #: Seconds of a hop between nodes, and share of the port that collectives reach (None: the planner's constant). EFA: an
 #: all-reduce over four nodes of B200 takes 48 to 150 us, 77 in the median, for each of 6 hops beside its bytes at 0.74
 #: of the port, from 16 MiB to 4 GiB (Bekman, ml-engineering, network/README.md).
-_FABRICS: Mapping[str, tuple[float, float | None]] = {
-    "infiniband": (LINKS["ib_ndr"].latency, None), "efa": (77e-6, 0.74),
-}
+_FABRICS = {"infiniband": (LINKS["ib_ndr"].latency, None), "efa": (77e-6, 0.74)}
 
 
 @cache

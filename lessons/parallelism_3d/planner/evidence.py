@@ -33,10 +33,8 @@ def plan_inputs(run: Run | PublishedRun) -> tuple[TransformerConfig, GpuCluster,
     if isinstance(run, Run):
         model = replace(PUBLISHED[run.model], context=run.length)
         return model, cluster(run.cluster, run.gpus), Layout(**run.layout), run.batch
-    per_node, memory_bytes = min(run.gpus_per_node, run.gpus), USABLE * run.memory_gb * 1e9
-    usual = own_cluster(
-        run.gpu, run.gpus, per_node=per_node, network=run.network_gbps * 1e9, memory_bytes=memory_bytes
-    )
+    per_node, memory = min(run.gpus_per_node, run.gpus), USABLE * run.memory_gb * 1e9
+    usual = own_cluster(run.gpu, run.gpus, per_node=per_node, network=1e9 * run.network_gbps, memory_bytes=memory)
     power = (run.power_w or _WATTS[run.gpu]) / _WATTS[run.gpu]
     return run.model, replace(usual, memory_bandwidth=run.memory_bandwidth, power=power), _layout(run), run.batch
 
@@ -132,27 +130,26 @@ def replay(rows: Iterable[Run | PublishedRun]) -> list[Tried]:
     found = []
     for run in rows:
         model, _, layout, _ = inputs = plan_inputs(run)
-        against = [text for _, text in broken_rules(*inputs)]
-        if against:
+        if against := [text for _, text in broken_rules(*inputs)]:
             raise ValueError(f"{run.name} as {layout} cannot run: " + "; ".join(against))
-        if isinstance(run, Run):
-            rate = run.tflops * 1e12 / model.flops_per_token(layout.recompute if run.counted == "hardware" else "none")
-        else:
-            rate = run.rate
+        again = layout.recompute if getattr(run, "counted", "model") == "hardware" else "none"
+        rate = run.tflops * 1e12 / model.flops_per_token(again) if isinstance(run, Run) else run.rate
         found.append(Tried(*inputs, "tokens/s", rate, run=run))
     return found
 
 
 @cache
 def layouts_measured(unit: str) -> tuple[Tried, ...]:
-    """Return the rows of a unit: 76 peaks of memory of six projects ("GB"), 109 rates of NVIDIA's pages ("tokens/s"),
-    or whether 694 layouts of Llama on 32 to 256 A100s "ran" (Hagemann et al. 2023, arXiv 2311.05610)."""
+    """Return the rows of a unit: 101 peaks of memory of seven projects ("GB"), 109 rates of NVIDIA's pages and 25 of
+    H200s ("tokens/s"), or whether 694 layouts of Llama on A100s "ran" (Hagemann et al. 2023, arXiv 2311.05610)."""
     stored = json.loads((FOLDER / "layouts_measured.json").read_text(encoding="utf-8"))
     kinds, found = {gpu: name for name, (gpu, *_) in CLUSTERS.items()}, []
     for row in (dict(zip(stored["columns"], values, strict=True)) for values in stored["rows"]):
         if row["unit"] == unit:
             shape = {name: tuple(of) if name == "latent" else of for name, of in stored["models"][row["model"]].items()}
             model, machine = TransformerConfig(**shape, context=row["length"]), cluster(kinds[row["gpu"]], row["gpus"])
+            per_node = stored["sources"][row["source"]].get("per_node", machine.per_node)
+            machine = replace(machine, per_node=min(per_node, machine.gpus))
             layout = Layout(**row["layout"], unequal_stages=True, copied_kv=True)
             found.append(Tried(model, machine, layout, row["batch"], unit, row["value"], row["where"]))
     return tuple(found)

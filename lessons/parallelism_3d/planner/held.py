@@ -112,7 +112,8 @@ def _on_rank(m: TransformerConfig, layout: Layout, rank: int, microbatches: int)
         working = working if loss < more + working else 0.0
     buffers = working
     if zero >= 2:  # gradients before they are reduced: with a pipeline they add up whole
-        buffers += (parameters if pp > 1 else max(unit, root)) * width.gradient
+        whole = 4 * parameters - states[1]
+        buffers += whole if layout.no_sync else (parameters if pp > 1 else max(unit, root)) * width.gradient
     if zero == 3:  # gathered: a layer and the next one ahead; with a pipeline weights stay
         buffers += (parameters if pp > 1 else 2 * unit + root) * width.activation
     if layout.foreach:

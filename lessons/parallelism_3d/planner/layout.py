@@ -53,8 +53,8 @@ class Layout:
     - products: format of the layers' matrix products, "bf16" or "fp8"; those of the head stay in bf16. Without FSDP the
       inputs of products are kept in fp8 too, as Transformer Engine does; torchao's keep them in bf16.
     - tp_overlap: whether tensor-parallel messages run in pieces beside the products they belong to.
-    - foreach: whether the optimizer holds a temporary of the size of its fp32 weights, as PyTorch's default on GPUs
-      does; a fused one does not.
+    - foreach: whether the optimizer holds a temporary as large as its fp32 weights, as PyTorch's default on GPUs does.
+    - no_sync: whether stages 2 and 3 add up gradients of micro-batches whole, in fp32, and reduce them once a step.
     """
 
     tp: int = 1
@@ -85,6 +85,7 @@ class Layout:
     products: str = "bf16"
     tp_overlap: bool = False
     foreach: bool = False
+    no_sync: bool = False
 
     @property
     def gpus(self) -> int:

@@ -84,7 +84,8 @@ def traffic(model: TransformerConfig, layout: Layout, batch: int) -> dict[str, f
     dense, experts = rank_parameters(model, layout, layers, False, False)
     rounds = count if pp == 1 else 0  # gradients are moved as by a reduce-scatter, parameters as by an all-gather
     again = count + 1 if layout.reshard else 1
-    scatters, gathered = ((2, 0), (1, 1), (rounds or 1, 1), (rounds or 1, 2 * rounds or again))[layout.zero]
+    reduced = 1 if layout.no_sync else rounds or 1
+    scatters, gathered = ((2, 0), (1, 1), (reduced, 1), (reduced, 2 * rounds or again))[layout.zero]
     each = scatters * width.gradient + gathered * gathered_width(layout)
     sent = {
         "tp": count * layers * reductions * costs.bytes_sent("all_reduce", tp, hidden),

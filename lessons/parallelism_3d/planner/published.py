@@ -147,8 +147,8 @@ def _read() -> tuple[PublishedRun, ...]:
 def published_runs(**wanted: str | bool | Sequence[str] | None) -> tuple[PublishedRun, ...]:
     """Return the published runs of a `family`, `role`, `outcome` ("ran" by default) or `table`, or those that are
     `fitted`: one of each, several of it, or None for all."""
-    given = {"outcome": "ran", **wanted}
-    chosen = {name: (one,) if isinstance(one, str | bool) else one for name, one in given.items()}
+    wanted = {"outcome": "ran"} | wanted
+    chosen = {name: (one,) if isinstance(one, str | bool) else one for name, one in wanted.items()}
     return tuple(
         run for run in _read() if all(some is None or getattr(run, name) in some for name, some in chosen.items())
     )

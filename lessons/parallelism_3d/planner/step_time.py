@@ -222,12 +222,15 @@ class StepModel:
             (gather, scatter), (first, last) = moved(*unit), moved(parameters[0] - layers * unit[0])
             if one.zero == 2:
                 gather = first = 0.0
-            more = layer.tensor + layer.context + layer.expert
-            total = added = count * (layers * (2 * gather + scatter) + first + last)
+            more, rounds = layer.all - layer.compute, 1 if one.no_sync else count
+            total = added = count * (layers * 2 * gather + first) + rounds * (layers * scatter + last)
             if one.overlap:
                 ahead = (layers - 1) * exposed(gather, layer.forward + more / 3, c) + gather + first
-                behind = (layers - 1) * exposed(gather + scatter, layer.backward + 2 * more / 3, c) + gather
-                added = count * (ahead + (behind + scatter + last))
+                behind, reduced = (
+                    (layers - 1) * exposed(gather + sent, layer.backward + 2 * more / 3, c) + gather + sent
+                    for sent in (0.0, scatter)
+                )
+                added = count * ahead + (count - rounds) * behind + rounds * (reduced + last)
             if one.zero == 2:
                 gathered, _ = moved(*parameters)
                 total, added = total + gathered, added + beside(gathered, 1)
