@@ -36,8 +36,9 @@ class Node:
     """Ranks of one notebook on one node. A rank has a token, because a number may have a second process."""
 
     def __init__(self, path: list[str]):
-        sys.path.extend(place for place in path if place not in sys.path)
+        sys.path[:] = [*path, *(place for place in sys.path if place not in path)]
         self._path, self._folder, self._told = list(sys.path), os.getcwd(), dict(os.environ)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))  # for what ranks are forked from
         self._workers: dict = {}
         self._ended: set = set()  # connections that have come to their end
         self._new = os.eventfd(0, os.EFD_CLOEXEC)
