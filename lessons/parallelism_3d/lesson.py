@@ -466,7 +466,7 @@ figures.errors_by_family(replays, "modelled against recorded: errors by family o
 # %%
 for each in replays:
     if each.run.table in ("megatron-weak", "llama-3"):
-        print(f"{each.run.name:38}{str(each.plan.layout):31}{each.error:+7.1%}", "fitted" * each.fitted)
+        print(f"{each.run.name:38}{each.plan.layout!s:31}{each.error:+7.1%}", "fitted" * each.fitted)
 score = planner.scores(replays)["all"]
 print(f"all {score.runs} that were not fitted: median error {score.median:.1%}, ", end="")
 print(f"of the best constant guess {score.guess:.1%}")
