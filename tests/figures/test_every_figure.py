@@ -43,7 +43,7 @@ MESHES = {"tp": 1}, {"tp": 8, "dp": 8, "pp": 4}, {"dp": 8, "pp": 16, "cp": 16, "
 FIGURES = [
     partial(draw.activation_steps, [simulate(gpipe(4, 8)), ONE], "modelled"),
     partial(draw.bandwidth, SIZES, dict.fromkeys(OPS, [1e-3] * 6), 4, fit=(1e-4, 1e-9)),
-    partial(draw.batch_curves, lambda batch: (1e-4 * batch, 3e-3), {"data sheet": (1, 1), "reached": (0.8, 0.5)}, {8: 99}),
+    partial(draw.batch_curves, lambda batch: (1e-4 * batch, 3e-3), {"sheet": (1, 1), "reached": (0.8, 0.5)}, {8: 99}),
     partial(draw.before_after, BEFORE, [[111, 222, 333], [37.0], None], "a collective"),
     partial(draw.before_after, [[123456, 0.123456]] * 8, [[1.0] * 8] * 8, "many ranks"),
     partial(draw.block_picture, Blocks(12, 4), [Request("a", range(120, 128), 2, table=[0, 3], done=8)], "blocks"),
