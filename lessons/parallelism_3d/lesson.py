@@ -466,7 +466,7 @@ figures.errors_by_family(replays, "modelled against recorded: errors by family o
 # %%
 for each in replays:
     if each.run.table in ("megatron-weak", "llama-3"):
-        print(f"{each.run.name:38}{each.plan.layout!s:31}{each.error:+7.1%}", "fitted" * each.fitted)
+        print(f"{each.run.name:38}{str(each.layout):31}{each.error:+7.1%}", "fitted" * each.fitted)
 score = planner.scores(replays)["all"]
 print(f"all {score.runs} that were not fitted: median error {score.median:.1%}, ", end="")
 print(f"of the best constant guess {score.guess:.1%}")
@@ -979,7 +979,7 @@ guessed.compare(100 * planner.scores(exam)["all"].guess)
 # %% tags=["deeper"]
 worst = sorted(replays, key=lambda each: -abs(each.error))[:10]
 for each in worst:
-    print(f"{each.run.name:42}{str(each.plan.layout):30}{each.error:+6.0%}  {each.run.title[:30]}")
+    print(f"{each.run.name:42}{str(each.layout):30}{each.error:+6.0%}  {each.run.title[:30]}")
 for run in recorded.ZERO3_RUNS[:3]:
     size = planner.plan_inputs(run)[0]
     seconds = run.batch * run.length * size.flops_per_token("full") / (run.gpus * run.tflops * 1e12)
