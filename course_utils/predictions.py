@@ -13,7 +13,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Prediction", "predict", "predictions"]
+__all__ = ["Prediction", "keep", "kept", "learners_copy", "number", "predict", "predictions"]
 
 _COPY = ".course.json"  # in the folder of a learner's copy
 _FILE = "predictions.json"
@@ -31,7 +31,7 @@ class Prediction:
 
     def __init__(self, about: str, choices: Sequence[str], unit: str):
         self.about, self.choices, self.unit = about, list(choices), unit
-        self.said: float | str | None = _kept().get(about, {}).get("said")
+        self.said: float | str | None = kept().get(about, {}).get("said")
         self.result: float | str | None = None
 
     def _ipython_display_(self) -> None:
@@ -69,10 +69,8 @@ class Prediction:
     def say(self, value: Any) -> str:
         """Take an answer; returns what to tell the reader."""
         if not self.choices:
-            try:
-                value = float(str(value).replace(" ", "").replace(",", ""))
-            except ValueError:
-                return "" if not str(value).strip() else "Please enter a number, such as 12.5."
+            if (value := number(text := str(value))) is None:
+                return text.strip() and "Please enter a number, such as 12.5."
         self.said = value
         self._keep()
         return "noted"
@@ -101,22 +99,34 @@ class Prediction:
         return f"{text}; you said {self.said:g}{unit}, {far}."
 
     def _keep(self) -> None:
-        file = _file()
-        if file is not None and self.said is not None:
-            kept = _kept() | {self.about: {"said": self.said, "is": self.result, "unit": self.unit}}
-            file.write_text(json.dumps(kept, indent=1), encoding="utf-8")
+        if self.said is not None:
+            keep(self.about, {"said": self.said, "is": self.result, "unit": self.unit})
 
 
-def _file() -> Path | None:
-    """Where answers are kept: in a learner's copy of the course, and nowhere else."""
-    copy = next((folder for folder in (Path.cwd(), Path.cwd().parent) if (folder / _COPY).exists()), None)
-    return copy / _FILE if copy else None
-
-
-def _kept() -> dict[str, dict]:
-    file = _file()
+def number(text: str) -> float | None:
+    """What somebody has typed as a number: blanks and commas between digits are left out; None for anything else."""
     try:
-        return json.loads(file.read_text(encoding="utf-8")) if file and file.exists() else {}
+        return float(text.replace(" ", "").replace(",", ""))
+    except ValueError:
+        return None
+
+
+def learners_copy() -> Path | None:
+    """The folder of the learner's copy of the course in which the notebook runs, if it runs in one."""
+    return next((folder for folder in (Path.cwd(), Path.cwd().parent) if (folder / _COPY).exists()), None)
+
+
+def keep(about: str, answer: dict[str, Any]) -> None:
+    """Keep an answer: in a learner's copy of the course, and nowhere else."""
+    if copy := learners_copy():
+        (copy / _FILE).write_text(json.dumps(kept() | {about: answer}, indent=1), encoding="utf-8")
+
+
+def kept() -> dict[str, dict]:
+    """The answers that are kept, by what they are about."""
+    file = (learners_copy() or Path()) / _FILE
+    try:
+        return json.loads(file.read_text(encoding="utf-8")) if file.exists() and learners_copy() else {}
     except ValueError:  # written by half
         return {}
 

@@ -1,0 +1,197 @@
+"""What the review's cells call: questions that are due, questions to be answered aloud, and a mock interview."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Mapping, Sequence
+from datetime import date, timedelta
+from typing import Any
+
+from course_utils.predictions import keep, kept, number
+
+from . import aloud, moving, running, splitting, training
+from .question import Asked, Question, Spoken, place_of, rounded, shown
+
+__all__ = ["GAPS", "QUESTIONS", "SPOKEN", "interview", "known", "review", "say_aloud"]
+
+QUESTIONS: Mapping[str, tuple[Question, ...]] = {
+    **moving.QUESTIONS, **training.QUESTIONS, **splitting.QUESTIONS, **running.QUESTIONS,
+}
+SPOKEN: Mapping[str, tuple[Spoken, ...]] = aloud.QUESTIONS
+GAPS = (0, 1, 3, 7, 21, 60)  # days until a question comes again, by how often in a row it was answered well
+SAID = ("all of the points", "some of them", "none yet")
+
+
+def review(count: int = 10, topic: str = "", lesson: str = "", seed: int = 1) -> None:
+    """Ask so many questions: first those that are due again, then new ones, of all topics in turn.
+
+    Parameters
+    ----------
+    topic, lesson : str
+        Only questions of this topic of `QUESTIONS`, or of this lesson, such as "06".
+    seed : int
+        Chooses the order of new questions, and the numbers in all of them.
+    """
+    for row in _chosen(QUESTIONS, count, topic, lesson, seed):
+        _show(Box(row, row.drawn(random.Random(f"{seed} {row.key} {_record(row.key).get('times', 0)}"))))
+
+
+def say_aloud(count: int = 3, topic: str = "", seed: int = 1) -> None:
+    """Ask so many questions that are to be answered aloud; the points of a strong answer are in a fold."""
+    for row in _chosen(SPOKEN, count, topic, "", seed):
+        _show(Box(row))
+
+
+def interview(seed: int = 1) -> None:
+    """Six questions of six topics to be answered aloud, in 45 minutes by a clock that stops nobody."""
+    draw = random.Random(seed)
+    print("45 minutes: about seven for each question, three to spare.")
+    _show(Clock())
+    for topic in draw.sample(list(SPOKEN), 6):
+        _show(Box(draw.choice(SPOKEN[topic])))
+
+
+def known(rows: Sequence[Question | Spoken]) -> int:
+    """How many of these questions were answered well at least twice in a row, with days between."""
+    return sum(_record(row.key).get("right", 0) > 1 for row in rows)
+
+
+def _record(key: str) -> dict[str, Any]:
+    return kept().get(f"review: {key}", {})
+
+
+def _due(key: str) -> date | None:
+    """The day on which a question comes again; None for one that was never answered."""
+    record = _record(key)
+    return record and date.fromisoformat(record["on"]) + timedelta(GAPS[min(record["right"], len(GAPS) - 1)]) or None
+
+
+def _chosen(topics: Mapping[str, Sequence], count: int, topic: str, lesson: str, seed: int) -> list:
+    """The rows to ask now; prints how many of them come again."""
+    if topic and topic not in topics:
+        raise ValueError(f"there is no topic {topic!r}; there are {', '.join(topics)}")
+    draw = random.Random(seed)
+    mixed = [draw.sample(rows, len(rows)) for name, rows in topics.items() if topic in ("", name)]
+    draw.shuffle(mixed)
+    turns = itertools.zip_longest(*mixed)  # one question of each topic, then the next of each
+    rows = [row for turn in turns for row in turn if row and row.place.startswith(lesson)]
+    if not rows:
+        raise ValueError(f"no question is about lesson {lesson!r}; write it with two digits, such as '06'")
+    due = {row.key: day for row in rows if (day := _due(row.key))}
+    again = sorted((row for row in rows if due.get(row.key, date.max) <= date.today()), key=lambda row: due[row.key])
+    new = [row for row in rows if row.key not in due]
+    chosen = [*again, *new][:count]
+    print(f"{len(chosen)} of {len(rows)} questions; {min(len(again), count)} of them come again, "
+          f"{known(rows)} are known.")
+    if not chosen:
+        print(f"All have been asked; the next one is due on {min(due.values())}.")
+    return chosen
+
+
+class Box:
+    """A question on the screen: text, a field for the answer, what is told about it, and a fold with the answer."""
+
+    def __init__(self, row: Question | Spoken, asked: Asked | None = None):
+        self.row, self.asked, self.counts = row, asked, True
+        self.choices = asked.choices if asked else list(SAID)
+        self.text = asked.text if asked else row.text
+
+    def say(self, value: float | str) -> str:
+        """Take an answer, keep the first one, and return what to tell."""
+        right, told = self.asked.judge(value) if self.asked else (value == SAID[0], "")
+        if self.counts:
+            before, self.counts = _record(self.row.key), False
+            keep(f"review: {self.row.key}", {
+                "said": value, "is": self.asked.answer if self.asked else SAID[0],
+                "unit": self.asked.row.unit if self.asked else "", "on": f"{date.today()}",
+                "right": before.get("right", 0) + 1 if right else 0, "times": before.get("times", 0) + 1,
+            })
+            days = (_due(self.row.key) or date.today()) - date.today()
+            told += f" It comes again in {days.days or 'less than 1'} day{'s' * (days.days > 1)}." if right else ""
+        return f"<b>{'Right.' if right else 'Not yet.'}</b> {shown(told)}"
+
+    @property
+    def question(self) -> str:
+        """The question as HTML."""
+        words = f"<b>{shown(self.text)}</b><br><small>{place_of(self.row.place)}</small>"
+        return f"<div style='max-width: 60em; line-height: 1.4'>{words}</div>"
+
+    @property
+    def fold(self) -> str:
+        """The answer as HTML that is folded away."""
+        if self.asked is None:
+            summary, body = "What a strong answer has", ""
+            listed = list(map(shown, self.row.points))
+        else:
+            asked, summary = self.asked, "Answer"
+            drawn = ", ".join(f"{name} = {value}" for name, value in asked.values.items())
+            body = f"<p><b>{shown(asked.told)}</b> – {shown(asked.why)}</p>"
+            if asked.row.unit:
+                body += f"<p>Computed: {shown(f'`{asked.row.answer}`')}, {shown(drawn)}</p>"
+            listed = [f"{shown(wrong if isinstance(wrong, str) else rounded(wrong))}: {shown(told)}"
+                      for wrong, told in asked.mistakes if wrong != asked.answer]
+        body += f"<ul>{''.join(f'<li>{each}</li>' for each in listed)}</ul>"
+        style = "max-width: 60em; margin: 4px 0 1em"
+        return f"<details style='{style}'><summary style='cursor: pointer'>{summary}</summary>{body}</details>"
+
+    @property
+    def lettered(self) -> list[tuple[str, str]]:
+        """Options with letters before them, and without."""
+        return [(f"{letter}. {option}", option) for letter, option in zip("ABCDEF", self.choices, strict=False)]
+
+    def _ipython_display_(self) -> None:
+        from IPython.display import display
+
+        from course_utils.draw.controls import view
+
+        options = "".join(f"<br>{shown(text)}" for text, _ in self.lettered) if self.asked else ""
+        html = f"{self.question}{options}{self.fold}"
+        words = {"text/html": html, "text/plain": self.text}
+        display(view(self.field()) | words, raw=True)
+
+    def field(self) -> Any:
+        """The widget. An answer counts when Enter is pressed in its field, or *Check*.
+
+        Options have letters for the field: JupyterLab keeps arrow keys for its cells when the cursor is in no field.
+        """
+        import ipywidgets as widgets
+
+        hint = f"a number, {self.asked.row.unit}" if not self.choices else "its letter, or click"
+        entry = widgets.Text(placeholder=hint, continuous_update=False)
+        lettered = self.lettered
+        options = widgets.RadioButtons(options=lettered, value=None, layout={"width": "auto"})
+        button, told = widgets.Button(description="Check"), widgets.HTML("")
+
+        def check(_: Any) -> None:
+            typed = entry.value.strip()
+            by_letter = {text[0]: option for text, option in lettered}
+            value = (by_letter.get(typed.upper()) if typed else options.value) if lettered else number(typed)
+            told.value = "Please choose, or enter a number such as 12.5." if value is None else self.say(value)
+
+        button.on_click(check)
+        entry.observe(check, "value")
+        parts = [widgets.HTML(self.question), *([options] if lettered else []), widgets.HBox([entry, button])]
+        return widgets.VBox([*parts, told, widgets.HTML(self.fold)])
+
+
+class Clock:
+    """Minutes since a click, in the browser; without a kernel words only."""
+
+    def _ipython_display_(self) -> None:
+        import ipywidgets as widgets
+        from IPython.display import display
+
+        from course_utils.draw.controls import view
+
+        play = widgets.Play(max=600, interval=60_000)
+        bar = widgets.IntProgress(max=45, description="minutes")
+        count = widgets.IntText(disabled=True, layout={"width": "5em"})
+        links = [widgets.jslink((play, "value"), (other, "value")) for other in (bar, count)]
+        box = widgets.HBox([play, bar, count])
+        box.links = links  # which would be gone with this function otherwise
+        display(view(box) | {"text/plain": "Start the clock, then read the first question."}, raw=True)
+
+
+def _show(item: Box | Clock) -> None:
+    item._ipython_display_()
