@@ -13,7 +13,6 @@ from typing import Any
 from . import errors
 
 _CONNECT = 30.0  # seconds in which Ray must have found its cluster
-_said: set[str] = set()  # what is not on the cluster, once it has been printed
 
 
 def pool_for(on: str | None, here: list[str]) -> Any:
@@ -21,16 +20,13 @@ def pool_for(on: str | None, here: list[str]) -> Any:
 
     What the list ``here`` names is only on the notebook's own machine: refused with ``on``, else the ranks stay here.
     """
-    wanted = on if on is not None else os.environ.get("COURSE_ON") or "here"
+    name, wanted = ("COURSE_ON", os.environ.get("COURSE_ON") or "here") if on is None else ("on", on)
     if wanted not in ("ray", "here"):
-        name = "COURSE_ON" if on is None else "on"
         raise errors.refusal(ValueError, f"{name} is {wanted!r}; allowed are 'ray' and 'here' (this machine)")
     if here and wanted == "ray":
         if on is not None:
             raise errors.refusal(ValueError, f"{here[0]}= needs the notebook's own machine: leave out on='ray'")
-        if here[0] not in _said:
-            _said.add(here[0])
-            print(f"COURSE_ON=ray: calls with {here[0]}= run on the notebook's own machine")
+        print(f"COURSE_ON=ray: a call with {here[0]}= runs on the notebook's own machine")
     if here or wanted == "here":
         return None
     if find_spec("ray") is None:

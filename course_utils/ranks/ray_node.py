@@ -20,7 +20,7 @@ import ray
 
 _OWN = ("CUDA_VISIBLE_DEVICES", "HOME", "HOSTNAME", "TMPDIR", "XDG_RUNTIME_DIR")  # variables about the machine
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-_REST = 8  # messages, or parts of output, that are read of a rank that has ended
+_REST = 8  # parts of output that are read of a rank that has ended
 
 
 def versions() -> dict[str, str]:
@@ -78,13 +78,11 @@ class Node:
         if worker := self._workers.get(token):
             worker.report() if what == "report" else self._processes.kill([worker])
 
-    def deliver(self, headers: dict[int, dict], body: bytes) -> None:
-        """Send a call to ranks."""
-        for token, header in headers.items():
-            if worker := self._workers.get(token):
-                if header["place"] is not None:
-                    header["place"] = self._place(*header["place"])
-                worker.deliver(header, body)
+    def deliver(self, token: int, header: dict, body: bytes) -> None:
+        """Send a rank a call."""
+        if worker := self._workers.get(token):
+            header["place"] = header["place"] and self._place(*header["place"])
+            worker.deliver(header, body)
 
     def _place(self, environment: dict, folder: str, path: list[str]) -> tuple[dict, str, list[str]]:
         """The notebook's variables, folder and module path, as far as they make sense here."""

@@ -21,7 +21,8 @@ from typing import Any
 
 import ray
 from ray.util import placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as OnNode
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as InPlace
 
 from . import errors, processes, ray_node
 from .on_ray import within
@@ -32,7 +33,7 @@ from .status_line import TICK
 _SOON = 10.0  # seconds in which an actor answers,
 _START = 120.0  # and in which actors and processes start
 _INLINE = 1 << 16  # bytes of a call above which Ray keeps it once for all nodes
-_UNREAD = 1 << 24  # bytes that a rank has printed, and that may wait for the notebook
+_UNREAD = 256  # parts of a rank's output, each of 64 KiB at most, that may wait for the notebook
 _tokens = itertools.count(1)
 ray.cloudpickle.register_pickle_by_value(ray_node)
 
@@ -42,22 +43,19 @@ class _Channel:
 
     def __init__(self, worker: RemoteWorker, name: str):
         self._worker, self._name = worker, name
-        self._items: deque[bytes] = deque()
+        self.waiting: deque[bytes] = deque()
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
-        self.size = 0  # bytes that wait
 
     def fileno(self) -> int:
         return self._fd
 
     def put(self, item: bytes) -> None:
-        self.size += len(item)
-        self._items.append(item)
+        self.waiting.append(item)
         os.eventfd_write(self._fd, 1)
 
     def take(self) -> bytes:
         os.eventfd_read(self._fd)
-        self.size -= len(self._items[0])
-        return self._items.popleft()
+        return self.waiting.popleft()
 
     def poll(self, timeout: float = 0.0) -> bool:
         return bool(wait([self._fd], timeout))
@@ -72,8 +70,10 @@ class _Channel:
 class RemoteWorker(Worker):
     """A rank on another machine, with what one of this machine has for the notebook."""
 
+    join = staticmethod(lambda _timeout: None)  # how it ended comes with the news that it has
+
     def __init__(self, rank: int, node: _Node):
-        self.rank, self.node, self.token, self.server = rank, node, next(_tokens), node.token
+        self.rank, self.node, self.token, self.server = rank, node, next(_tokens), 0
         self.ran, self.files, self.folder, self.place, self.sources, self.output_open = None, {}, "", None, {}, True
         self.task, self.control, self.output = (_Channel(self, name) for name in ("task", "control", "output"))
         self.process, self.sentinel, self.exitcode = self, os.eventfd(0, os.EFD_CLOEXEC), None
@@ -85,11 +85,8 @@ class RemoteWorker(Worker):
         self.exitcode, *self._evidence = content
         os.eventfd_write(self.sentinel, 1)
 
-    def join(self, _timeout: float) -> None:
-        """Nothing to wait for: how it ended comes with the news that it has."""
-
-    def deliver(self, header: dict, _body: bytes) -> None:
-        self.node.headers[self.token] = header
+    def deliver(self, header: dict, body: Any) -> None:
+        self.node.actor.deliver.remote(self.token, header, body)
 
     def read_output(self) -> bytes:
         return self.output.take()
@@ -124,9 +121,8 @@ class _Node:
     """The actor on a node, and a thread that takes what the ranks there say."""
 
     def __init__(self, actor: Any, name: str):
-        self.actor, self.name, self.token = actor, name, next(_tokens)
+        self.actor, self.name = actor, name
         self.workers: dict[int, RemoteWorker] = {}
-        self.headers: dict[int, dict] = {}  # of the call that is being sent
         self.gpus: list[int] = []
         self.gone = ""  # how it ended
         self.lock = threading.Lock()
@@ -144,14 +140,13 @@ class _Node:
                 asked.append(listen())
                 for token, channel, content in said:
                     self._pass_on(token, channel, content)
-        except Exception as error:
-            lost = "its node has died" in str(error)
-            self.gone = f"its node {self.name} has gone" if lost else f"Ray has ended its actor on {self.name}"
+        except Exception:  # Ray's sentence depends on who noticed it first
+            self.gone = f"its node {self.name} cannot be reached any more"
         for token in list(self.workers):
             self._pass_on(token, "end", (self.gone, None, None, 0.0))
 
     def _pass_on(self, token: int, channel: str, content: Any) -> None:
-        while channel == "output" and (worker := self.workers.get(token)) and worker.output.size > _UNREAD:
+        while channel == "output" and (worker := self.workers.get(token)) and len(worker.output.waiting) > _UNREAD:
             time.sleep(0.01)
         with self.lock:
             if worker := self.workers.get(token):
@@ -159,10 +154,10 @@ class _Node:
 
 
 class RayPool(Pool):
-    """Ranks of one notebook; their places on the cluster are kept as long as they are warm.
+    """Ranks of one notebook, which keep their places on the cluster; also what `Call.hosts` asks where they are."""
 
-    It is what `Call.hosts` asks where ranks are, too.
-    """
+    _start_server = staticmethod(lambda: None)  # the actors do so
+    _server_ids = staticmethod(lambda: [0])  # of `RemoteWorker.server`
 
     def __init__(self):
         super().__init__()
@@ -213,14 +208,8 @@ class RayPool(Pool):
         for worker in workers:
             worker.node.actor.act.remote(worker.token, "kill")
 
-    def _server_ids(self) -> list[int]:
-        return [node.token for node in self.nodes]
-
     def _give_up_start(self) -> None:
         self.close()
-
-    def _start_server(self) -> None:
-        """The actors do so."""
 
     def _end_unfit(self, call: Call) -> None:
         self._idle_after = self._idle_seconds(call)
@@ -233,11 +222,8 @@ class RayPool(Pool):
         self.port = self.nodes[0].ask("free_port")
 
     def _send(self, call: Call, ranks: list[int], folder: str) -> None:
-        super()._send(call, ranks, folder)
-        body = ray.put(call.body) if len(call.body) > _INLINE else call.body
-        for node in dict.fromkeys(self.nodes):
-            headers, node.headers = node.headers, {}
-            node.actor.deliver.remote(headers, body)
+        body: Any = ray.put(call.body) if len(call.body) > _INLINE else call.body
+        super()._send(replace(call, body=body), ranks, folder)
 
     def _start_workers(self, call: Call, missing: list[int]) -> None:
         modules = [*processes._shared, *(name for name in processes.SLOW if name in sys.modules)]
@@ -245,11 +231,11 @@ class RayPool(Pool):
         try:
             if not self.nodes:
                 self._place(call)
+            new = {rank: RemoteWorker(rank, self.nodes[rank]) for rank in missing}
+            self.workers.update(new)
             for node in dict.fromkeys(self.nodes):
-                new = {rank: RemoteWorker(rank, node) for rank in missing if self.nodes[rank] is node}
-                self.workers.update(new)
-                numbers = {worker.token: rank for rank, worker in new.items()}
-                started.append(node.actor.start.remote(numbers, node.gpus, modules))
+                ranks = {worker.token: rank for rank, worker in new.items() if worker.node is node}
+                started.append(node.actor.start.remote(ranks, node.gpus, modules))
             ray.get(started)
         except (ray.exceptions.RayError, ray.exceptions.RayTaskError) as error:
             why = (str(getattr(error, "cause", error)).strip().splitlines() or [type(error).__name__])[0]
@@ -261,14 +247,14 @@ class RayPool(Pool):
         self._placement = placement_group([{"CPU": 1, "GPU": 1} if on_gpus else {"CPU": 1}] * call.world_size, "PACK")
         self._wait_for_room(call, "GPU" if on_gpus else "CPU")
         where = placement_group_table(self._placement)["bundles_to_node_id"]
-        counts = Counter(where.values())
-        places = sorted(where, key=lambda place: (-counts[where[place]], where[place], place))
+        places = sorted(where, key=lambda place: (-list(where.values()).count(where[place]), where[place], place))
         ids = list(dict.fromkeys(where[place] for place in places))
-        kind = ray.remote(num_cpus=0, concurrency_groups={"listening": 1})(ray_node.Node)
-        strategies = [NodeAffinitySchedulingStrategy(node, soft=False) for node in ids]
-        actors = [kind.options(scheduling_strategy=strategy).remote(sys.path) for strategy in strategies]
+        options: dict[str, Any] = {"num_cpus": 0, "concurrency_groups": {"listening": 1}}
+        kind = ray.remote(**options)(ray_node.Node)
+        actors = [kind.options(scheduling_strategy=OnNode(node, soft=False)).remote(sys.path) for node in ids]
         abouts = ray.get([actor.about.remote() for actor in actors], timeout=_START)
-        _compare(abouts)
+        for about in abouts:
+            _compare(about)
         self.address = abouts[0]["address"]
         names = [about["name"] for about in abouts]
         names = names if len({*names}) == len(names) else [f"node{i}" for i in range(len(names))]
@@ -281,28 +267,26 @@ class RayPool(Pool):
         deadline = time.monotonic() + call.timeout
         while not self._placement.wait(TICK):
             free, there = ray.available_resources().get(what, 0), ray.cluster_resources().get(what, 0)
-            self.starting = f"waiting for a {what} each; of the cluster's {there:g} {free:g} are free"
+            self.starting = f"waiting for a {what} each: {free:g} of {there:g} are free"
             if time.monotonic() > deadline:
                 text = f"no room on the cluster within {call.timeout:g} s: {call.world_size} ranks need a {what} each, "
-                text += f"and of {there:g} {free:g} are free. Ask for fewer ranks, or wait for what else runs there: "
+                text += f"and {free:g} of {there:g} are free. Ask for fewer ranks, or wait for what else runs there: "
                 raise errors.refusal(RuntimeError, text + "`ray status`; a notebook's shutdown() ends its warm ranks.")
         self.starting = "starting"
 
     def _gpus_of(self, places: list) -> list[list[int]]:
         """The GPU that Ray has set aside in each place: only a task there is told."""
         task = ray.remote(num_cpus=0, num_gpus=1)(lambda: [int(number) for number in ray.get_gpu_ids()])
-        at = [PlacementGroupSchedulingStrategy(self._placement, int(place)) for place in places]
-        return ray.get([task.options(scheduling_strategy=place).remote() for place in at])
+        return ray.get([task.options(scheduling_strategy=InPlace(self._placement, p)).remote() for p in places])
 
 
-def _compare(abouts: list[dict]) -> None:
-    """Refuse nodes on which something differs that notebook and ranks must share."""
-    for about in abouts:
-        for name, version in ray_node.versions().items():
-            if (there := about["versions"].get(name)) != version:
-                text = f"node {about['name']} ({about['address']}) has {f'{name} {there}' if there else f'no {name}'}, "
-                text += f"and the notebook has {name} {version}. Nothing has run. Give nodes the notebook's environment"
-                raise errors.refusal(RuntimeError, text + ": its folder on a shared disk, or the same image.")
+def _compare(about: dict) -> None:
+    """Refuse a node on which something differs that notebook and ranks must share."""
+    for name, version in ray_node.versions().items():
+        if (there := about["versions"].get(name)) != version:
+            text = f"node {about['name']} ({about['address']}) has {f'{name} {there}' if there else f'no {name}'}, the "
+            text += f"notebook has {name} {version}. Nothing has run. Give the nodes the notebook's environment: "
+            raise errors.refusal(RuntimeError, text + "its folder on a shared disk, or the same image.")
 
 
 launched = RayPool()  # the ranks of ``launch`` that are on a cluster
