@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from .helpers import cache_bytes
+from lessons.serving.helpers import cache_bytes
 
 
 def cache_plan(layers, kv_heads, head_size, element, weights, gpus, memory, length) -> tuple:
@@ -109,7 +109,7 @@ def three_patients() -> dict:
     return {
         1: ("own clock", {"came, answers =": "dist.broadcast(clock, src=0)\n    came, answers ="}),
         2: ("own memory", {"broadcast(count, src=0)": "all_reduce(count, op=dist.ReduceOp.MIN)"}),
-        3: ("block given away", {"free.insert(0, block)":
-                                 "if not any(block in table for table in tables.values()): free.insert(0, block)"}),
+        3: ("block given away", {"free.insert(0, block)": "if not any(block in table for table in"
+            " tables.values()): free.insert(0, block)"}),
     }
     ### END SOLUTION

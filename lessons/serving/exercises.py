@@ -79,8 +79,7 @@ check.cache_plan(cache_plan)
 # - `k` and `v` of shape (tokens of this rank, heads, size), perhaps with no token,
 #
 # and returns attention to the tokens of *all* ranks, (heads, size), the same on each. Scores are divided by the square
-# root of the size. They may be so large that exp overflows. All tokens count; there is no mask. Keys and values stay
-# where they are.
+# root of the size. They may be so large that exp overflows. There is no mask. Keys and values stay where they are.
 
 
 # %%
@@ -93,8 +92,7 @@ check.split_step(split_step)
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# Three things of each rank merge: the largest score m, the sum l of exp(score − m), and the output o that is not yet
-# divided. Before they are added they are multiplied by exp(m − largest m of all ranks).
+# The largest score m, the sum l of exp(score − m), and o, not divided: before adding, multiply by exp(m − largest m).
 # </details>
 # <details><summary>Hint 2</summary>
 #
@@ -116,13 +114,11 @@ check.split_step(split_step)
 # Sometimes one prompt gets several answers. They **fork**: a second table with the *same* blocks, and no byte is
 # copied, until one of the two writes. `update_tables` keeps a `Cache`: `tables` (name → list of blocks), `users` (how
 # many tables each block stands in) and `free` (a list of those with none). The engine keeps `lengths` (name → tokens
-# before the event); `size` is the tokens of a block, `count` the number of blocks. It changes the cache for one event,
-# and returns what the engine must do:
+# before the event); `size` is the tokens of a block, `count` the number of blocks. For one event it changes the cache:
 #
 # - `update_tables(cache, "append", name)`: room for one more token of `name`, which is new if it has no table. Where a
 #   block is needed and none is free, return `"full"` and leave all as it was. If the last block is half full and has
-#   another user, take a new block in its place and return `(old block, new block)`: the engine copies it. Else return
-#   None.
+#   another user, put a new one in its place and return `(old block, new block)`: the engine copies it. Else None.
 # - `update_tables(cache, "fork", name, other)`: `other` gets the same tokens as `name`. Return None.
 # - `update_tables(cache, "end", name)`: `name` has finished. Return None.
 
@@ -235,19 +231,13 @@ check.deployment(deployment)
 # </details>
 
 # %%
-small, large = PUBLISHED["Llama 3 8B"], PUBLISHED["Llama 3 70B"]
-own = check.machine_of("DGX H200")  # or "DGX A100", "DGX B200"
-for model, machine, length, limit in (
-    (small, check.PCIE, 500, 50), (large, check.H100, 500, 50), (large, check.H100, 2000, 20),
-    (large, own, 8192, 50),
-):
-    shared, rate = deployment(model, machine, length, limit)
-    print(f"{model.layers} layers, {length} tokens, {limit} ms: TP {shared}, {rate:,.0f} tokens/s")
+own = PUBLISHED["Llama 3 70B"], check.machine_of("DGX H200"), 8192, 50  # yours
+for case in (*check.SITUATIONS, own):
+    print("TP {}, {:,.0f} tokens/s".format(*deployment(*case)))
 
 # %% [markdown]
 # A small model wants copies where messages are slow. A large one needs several GPUs for its weights, and more of them
-# where sequences are long, because the cache needs the room, or where readers are in a hurry. Put your own model and
-# node into the last row, and then measure.
+# where the cache is long or readers are in a hurry. Put your own model and node into the last row, and then measure.
 
 # %% [markdown]
 # ---
@@ -258,15 +248,12 @@ for model, machine, length, limit in (
 # | 2 of 5 | 20 | 17, Who is told what: three patients | three causes, three cures of one edit each |
 #
 # Find out what each server suffers from, and heal it. The clinic works as in lesson 14: `clinic[2].symptom()`,
-# `clinic.list_evidence()` and `.ask("alone")`, `.diagnose("own clock")`, and `.treat(edit={"old text": "new text"})`,
-# which runs the program again. Patient 1 is the lesson's.
+# `.ask("alone")`, `.diagnose("own clock")` and `.treat(edit={"old text": "new text"})`, which runs it again;
+# `clinic.list_evidence()` and `clinic.list_causes()` have the names. Patient 1 is the lesson's.
 
 # %%
 clinic = servers.clinic()
 clinic
-
-# %%
-clinic.list_causes()
 
 # %%
 clinic[2]  # work here, in as many cells as you like

@@ -23,9 +23,8 @@ def batch_curves(
         name: [batch / max(t / share for t, share in zip(times(batch), shares, strict=True)) for batch in batches]
         for name, shares in rates.items()
     }
-    dotted = dots([*points], [*points.values()], size=7)
     shown = Panel("tokens of all sequences: lines modelled, dots published", "tokens a second", curves, log=True,
-                  markers=3, above=[dotted])
+                  markers=3, above=[dots([*points], [*points.values()], size=7)])
     return panels(batches, shown, counts="sequences in the batch")
 
 

@@ -42,14 +42,10 @@ DEEPSEEK_V3 = TransformerConfig(
 
 #: What others measured, by table: its source, its columns, and its rows.
 MEASURED = recordings.load("serving")[0]
-
-
-#: Share of the data sheet's bytes/s that one H200 reached in a matrix times a vector, bf16 (`recorded.gpu_check`).
-READING = next(
-    point["memory"]["value"] * 1e9 / GPUS["h200"].memory_bandwidth
-    for point in gpu_check("roofline")["points"]
-    if (point["precision"], point["operation"]) == ("bf16", "matrix x vector")
-)
+#: Shares of the data sheet's FLOP/s and bytes/s that one H200 reached in bf16 (`recorded.gpu_check`).
+_RATES = {point["operation"]: point for point in gpu_check("roofline")["points"] if point["precision"] == "bf16"}
+COMPUTING = _RATES["matmul 8192"]["rate"]["value"] * 1e12 / GPUS["h200"].flops["bf16"]
+READING = _RATES["matrix x vector"]["memory"]["value"] * 1e9 / GPUS["h200"].memory_bandwidth
 
 
 def cache_bytes(shape: TransformerConfig, element: float = 2) -> float:
@@ -78,8 +74,7 @@ def alone(model: GPT, request: Request) -> list[int]:
 
 def requests(count: int, longest: int = 12, shared: int = 0, seed: int = 0) -> list[Request]:
     """Requests with prompts out of Alice, of which the first `shared` tokens are the same, in lengths at random."""
-    text, draw = tokens("valid").tolist(), random.Random(seed)
-    made = []
+    text, draw, made = tokens("valid").tolist(), random.Random(seed), []
     for name in range(count):
         start, length = draw.randrange(len(text) - longest), draw.randint(1, longest)
         made.append(Request(name, text[:shared] + text[start : start + length], draw.randint(1, longest)))
@@ -110,8 +105,8 @@ def server(ranks: int, *flags: object) -> Iterator[tuple[int, subprocess.Popen]]
         words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         words += [str(SCRIPTS / "serve.py"), f"--ready={ready}", "--port=0", *map(str, flags)]
         environment = {name: value for name, value in os.environ.items() if not tells_place(name)}
-        loopback = "lo0" if sys.platform == "darwin" else "lo"
-        environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": loopback}
+        environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        environment["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
         with Path(folder, "log").open("w") as log:
             process = subprocess.Popen(words, env=environment, stdout=log, stderr=log)
         end = time.monotonic() + 90

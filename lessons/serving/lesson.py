@@ -29,11 +29,10 @@ from course_utils.hardware import GPUS
 from course_utils.models import PUBLISHED
 from course_utils.predictions import predict, predictions
 from course_utils.programs import SCRIPTS, folded
-from course_utils.recorded import A100_LATENCY, gpu_check
+from course_utils.recorded import A100_LATENCY
 from course_utils.units import decimal_bytes
-from lessons.serving import engine as serving
 from lessons.serving import figures, helpers
-from lessons.serving.engine import Blocks, Engine, Request, Scheduler
+from lessons.serving.engine import Blocks, Engine, PagedGPT, Request, Scheduler, attend
 from lessons.serving.helpers import alone, cache_bytes, requests, serving_gpt, storm
 
 world_size = 4  # ranks that share each layer and the model's 12 heads: 2, 3, 4 or 6
@@ -64,8 +63,7 @@ def step_times(shape, gpu, batch, length, new=1, element=2):
 
 
 # %% [markdown]
-# **Predict**: Llama 3 8B in bf16 has 16 GB of weights, and an H200 reads 4.8 TB/s. At most how many tokens a second
-# does *one* reader get?
+# **Predict**: Llama 3 8B has 16 GB of weights, an H200 reads 4.8 TB/s. How many tokens a second does *one* reader get?
 
 # %%
 one_reader = predict("at most, for one reader of Llama 3 8B on an H200", unit="tokens a second")
@@ -84,8 +82,7 @@ one_reader.compare(1 / max(step_times(llama, h200, 1, 1000)))
 # **Compare.** About 300, however many FLOP/s the GPU has: 3.4 ms for each token are the bytes.
 #
 # Sixty-four sequences take 1.5 times as long and get 42 times as many tokens, so the second is nearly free. This is why
-# a server puts strangers into one **batch**. This machine's CPU does few FLOPs in the time of a byte, so it computes
-# longer than it reads with a few rows already:
+# a server puts strangers into one **batch**. On this machine's CPU computing takes longer with a few rows already:
 
 # %% tags=["nbval-ignore-output"]
 weight, seconds = torch.randn(4096, 4096), {}
@@ -95,9 +92,7 @@ for rows in (1, 16, 64):
     print(f"{rows:2} rows: {seconds[rows] / seconds[1]:.1f} times as long as one")
 
 # %%
-rates = {p["operation"]: p for p in gpu_check("roofline")["points"] if p["precision"] == "bf16"}
-computed = rates["matmul 8192"]["rate"]["value"] * 1e12 / h200.flops["bf16"]
-reached = {"data sheet": (1, 1), "rates of the record": (computed, helpers.READING)}
+reached = {"data sheet": (1, 1), "rates of the record": (helpers.COMPUTING, helpers.READING)}
 published = dict(helpers.MEASURED["batches"]["rows"])
 figures.batch_curves(lambda batch: step_times(llama, h200, batch, 1500), reached, published)
 
@@ -105,12 +100,11 @@ figures.batch_curves(lambda batch: step_times(llama, h200, batch, 1500), reached
 # *The figure: tokens a second of all sequences over the batch, 1 to 1,024, for Llama 3 8B on an H200 with 1,500 tokens
 # each. Both curves (modelled) rise with the batch, then bend as the cache of the batch becomes larger than the weights.
 # One takes the data sheet's rates, the lower one those that one H200 reached: 2.5 TB/s for a matrix times a vector, 769
-# TFLOP/s for a large product (recorded, `gpu-check`). Three dots are
-# [NVIDIA's](https://docs.nvidia.com/nim/llama-3-1-nemotron-safety-guard-8b/performance.md) (recorded: a fine-tuned
-# Llama 3.1 8B in bf16 on a GH200, 1,000 tokens in and out).*
+# TFLOP/s for a large product (recorded, `gpu-check`). The dots are [NVIDIA's][nim] (recorded: a fine-tuned Llama 3.1 8B
+# in bf16 on a GH200, 1,000 tokens in and out), within a tenth of the lower curve at 1 and at 100 requests. At 250 the
+# server makes no more than at 100; why, the page does not say.*
 #
-# At 1 and at 100 requests the dots lie within a tenth of the lower curve. At 250 the server makes no more than at 100;
-# why, the page does not say.
+# [nim]: https://docs.nvidia.com/nim/llama-3-1-nemotron-safety-guard-8b/performance.md
 #
 # ## 2. The cache decides how many
 #
@@ -141,8 +135,7 @@ sequences.compare(fit)
 # %% [markdown]
 # **Compare.** 59, at 1.07 GB each (*modelled*; activations take some of it).
 #
-# The ridge of 295 sequences is far away, so memory is what limits decode twice: by its rate and by its size. Both grow
-# when more GPUs share the model.
+# The ridge of 295 sequences is far away: memory limits decode twice, by its rate and size. Both grow with more GPUs.
 #
 # ## 3. Tensor parallelism when each message is small
 #
@@ -156,7 +149,7 @@ sequences.compare(fit)
 
 # %%
 model = serving_gpt()
-folded("One step of the model on a rank", serving.PagedGPT, serving.attend)
+folded("One step of the model on a rank", PagedGPT, attend)
 
 
 # %%
@@ -241,8 +234,7 @@ more_bytes.compare(7 / (2 * 7 / 8))
 # ([#39080](https://github.com/vllm-project/vllm/pull/39080)), then two rounds, and leaves what is larger than 8 MiB to
 # NCCL ([#52555](https://github.com/vllm-project/vllm/pull/52555)). Where the switch copies and adds (lesson 03), two
 # rounds need no more bytes, up to three times as fast as a ring (*recorded*,
-# [NVIDIA](https://developer.nvidia.com/blog/3x-faster-allreduce-with-nvswitch-and-tensorrt-llm-multishot/)). Now we can
-# answer the first question, for one reader.
+# [NVIDIA](https://developer.nvidia.com/blog/3x-faster-allreduce-with-nvswitch-and-tensorrt-llm-multishot/)).
 #
 # **Predict**: an all-reduce of few bytes takes 33.7 µs as a ring of eight A100 (*recorded*, nccl-tests #123). Suppose
 # the same on eight H100. How many times as fast as with one (if it had the memory) does Llama 3 70B answer one reader?
@@ -263,9 +255,8 @@ tp_speedup.compare(whole / (whole / 8 + 2 * large.layers * A100_LATENCY[8]))
 # %% [markdown]
 # **Compare.** Four times: of 10.7 ms half are messages, and no faster memory shortens them (*modelled*).
 #
-# 7 µs is what vLLM's one shot took for 48 kB on eight MI355X (*recorded*, #39080). Is the formula right? With Llama 2
-# 70B on A100, [gpt-fast](https://github.com/pytorch-labs/gpt-fast) has measured it (*recorded*). Its authors found that
-# an A100 reads 1.7 TB/s:
+# 7 µs is what vLLM's one shot took for 48 kB on eight MI355X (*recorded*, #39080). Is the formula right? For Llama 2
+# 70B on A100, which read 1.7 TB/s there, [gpt-fast](https://github.com/pytorch-labs/gpt-fast) measured it (*recorded*):
 
 # %%
 llama2 = replace(large, vocabulary=32_000)  # all else is as in Llama 3
@@ -285,8 +276,7 @@ for gpus, rate in helpers.MEASURED["one reader"]["rows"]:
 # so with TP 8 all eight GPUs hold the *same* cache, and seven eighths of the memory are wasted ([vLLM's
 # guide](https://docs.vllm.ai/en/latest/serving/context_parallel_deployment/)). The sequence can be split instead: each
 # rank holds T/N of the tokens, and attends to these. Lesson 11 has what is needed: pieces of softmax merge, if each
-# comes with its maximum m and its sum l. In training K and V moved. Here the queries are few, so it is they that are
-# everywhere, and what moves is (m, l, o).
+# comes with its maximum m and its sum l. In training K and V moved. Here queries are few, and what moves is (m, l, o).
 
 
 # %%
@@ -330,8 +320,7 @@ print(f"equal to one process; {found[0][1]} bytes for each sequence and layer")
 #
 # A block also may belong to several. Many prompts begin alike: a chat's instructions, a document, the conversation so
 # far. Keys and values of a token depend on *all* tokens up to it, so full blocks are found again by the whole text up
-# to their end. That is a **prefix cache**. Each block counts its users, and is free when the last has left; it keeps
-# what it holds until somebody takes it.
+# to their end: a **prefix cache**. Each block counts its users, is free when the last has left, and keeps its tokens.
 
 # %%
 folded("Blocks, and requests with their tables", Request, Blocks)
@@ -364,8 +353,7 @@ assert sorted(blocks.free) == [*range(24)] and not any(blocks.users)
 # ## 6. A scheduler, and the engine on ranks
 #
 # A step may compute tokens of different requests, and different numbers of each. So the batch can change at *every*
-# step: who is finished leaves, and who waits comes in at once. This is **continuous batching** (Yu et al. 2022). The
-# scheduler has three rules:
+# step: who is finished leaves, who waits comes in at once: **continuous batching** (Yu et al. 2022). Three rules:
 #
 # 1. A step computes at most `budget` tokens. Those who decode come first, since they need one each.
 # 2. What is left goes to prompts, cut into pieces: **chunked prefill**. Without pieces a prompt of 10,000 tokens would
@@ -418,8 +406,8 @@ beginnings.compare(computed - own)
 # %% [markdown]
 # **Compare.** 16: the first request fills four blocks, and the seven others find them.
 #
-# DeepSeek found 56 % of all its input tokens in such a cache, on disks (*recorded*, [day 6 of its open source
-# week](https://github.com/deepseek-ai/open-infra-index)).
+# DeepSeek found 56 % of its input in such a cache, on disks (*recorded*, [day
+# 6](https://github.com/deepseek-ai/open-infra-index)).
 #
 # What does continuous batching gain? The older way, **static batching**, fills a batch and lets nobody in until all
 # have left. `Static` closes the door once the batch is full. We count in steps, not seconds: 100 requests come at
@@ -474,8 +462,8 @@ static_waits.compare(waited["static"] / waited["continuous"])
 # %% [markdown]
 # **Compare.** Some sixteen times. Between two batches the door is closed for as long as the longest answer takes.
 #
-# Pieces of 16 tokens make the first token later, but no step has more than 16 tokens, so those who decode wait less
-# between theirs. Which of the two a reader minds is a question for section 12.
+# The last column counts first tokens within ten steps. Pieces of 16 tokens make the first token later, but no step has
+# more than 16, so those who decode wait less between theirs.
 #
 # ## 7. What to take to work
 #
@@ -511,11 +499,11 @@ grows.compare("first token")
 # 100 stay within. So a late first token has one of three reasons, and `/health` says which, as vLLM's
 # [metrics](https://docs.vllm.ai/en/stable/usage/metrics/) do:
 #
-# | requests wait, and | `serve.py` | vLLM | what helps |
+# | requests wait, and | `/health` | vLLM | what helps |
 # |---|---|---|---|
 # | blocks are free | `waiting`, `free` | `num_requests_waiting`, `kv_cache_usage_perc` | more at once; copies |
 # | none is free | `put_back` grows | `num_preemptions` grows | room for the cache: GPUs, FP8, fewer at once |
-# | nobody waits | | `prefix_cache_hits` are few | the prompt itself: prefix cache, budget, TP, section 9 |
+# | nobody waits | `waiting` is 0 | `prefix_cache_hits` are few | the prompt: prefix cache, budget, TP, section 9 |
 #
 # Start it with `torchrun --standalone --nproc-per-node=2 scripts/serve.py`, and replace the function `load` by your
 # model. For a model that is not small, take an engine of section 13, and this as a map of it.
@@ -538,9 +526,8 @@ def eight_gpus(stages, shared, batch=64, length=2000):
 
 
 for stages, shared in ((1, 8), (8, 1), (4, 2), (1, 4)):
-    first, between, rate = eight_gpus(stages, shared)
-    name = f"{8 // (stages * shared)} x PP {stages} x TP {shared}"
-    print(f"{name}: first token {first:3.0f} ms, then {between:4.1f} each, {rate:5,.0f} tokens/s")
+    text = "first token {:3.0f} ms, then {:4.1f} each, {:5,.0f} tokens/s"
+    print(f"{8 // (stages * shared)} x PP {stages} x TP {shared}:", text.format(*eight_gpus(stages, shared)))
 
 # %% [markdown] tags=["deeper"]
 # All *modelled*. For these 64 readers TP 8 is best, as long as its messages cost 7 µs and its cache divides. With as
@@ -569,8 +556,8 @@ print(f"all-to-alls {58e3 * (dispatch + combine):.0f} ms of {1e3 / 21:.0f} ms be
 # A long prefill makes everybody who decodes wait, even in pieces. So prefill may get GPUs of its own, and send the
 # cache to those that decode (**disaggregation**: Splitwise, DistServe). It adds no tokens a second, says [vLLM's
 # guide](https://github.com/vllm-project/vllm/blob/main/docs/features/disagg_prefill.md) in capitals; it makes the time
-# between tokens even. The price is the cache on a network, here between two emulated hosts (lesson 16). The rank on
-# host 0 computes 60 tokens, that on host 1 goes on.
+# between tokens even. The price is the cache on a network, here between two emulated hosts (lesson 16): the rank on
+# host 0 computes 60 tokens, and that on host 1 goes on, to the same text as alone.
 
 # %% tags=["deeper"]
 def prefill_or_decode(request):
@@ -601,7 +588,6 @@ question = Request("q", requests(1, longest=60, shared=59)[0].prompt[:60], 12)
 hosts = 2 if helpers.hosts_available()[0] else None
 found = launch(prefill_or_decode, question, world_size=2, hosts=hosts, backend="gloo")
 expected = 60 * cache_bytes(model.config, 8)  # 2 layers, keys and values, 96 numbers of 8 bytes
-print("as alone:", found[1] == alone(model, question))
 for left in (found.left_host or [])[:1]:
     print(f"left host 0: {left / 1e3:.0f} kB, {expected / 1e3:.0f} kB predicted for the cache")
 assert found[1] == alone(model, question)
@@ -611,8 +597,7 @@ computing = 2 * large.parameter_count / (8 * h100.flops["bf16"])
 print(f"Llama 3 70B: a token travels {1e6 * sending:.1f} µs, computed in {1e6 * computing:.0f} µs")
 
 # %% [markdown] tags=["deeper"]
-# Is that much? A token's cache takes cache bytes / link to travel, and 2 · parameters / FLOP/s to compute, so it hides
-# behind the prefill of later layers if
+# A token's cache takes cache bytes / link to travel, 2 · parameters / FLOP/s to compute. So it hides behind prefill if
 #
 # $$\frac{\text{bytes of the cache of a token}}{\text{bytes/s of the link}} < \frac{2 \Psi}{\text{FLOP/s}}$$
 #
@@ -624,8 +609,7 @@ print(f"Llama 3 70B: a token travels {1e6 * sending:.1f} µs, computed in {1e6 *
 # *draft* model guesses γ tokens; the model computes all of them in one step and keeps the beginning that it agrees
 # with. With probability min(1, p/q) a token drafted with probability q is accepted, where p is the model's; the first
 # one that is not is drawn anew from what is missing, max(0, p − q). Then the text has *exactly* the distribution of the
-# model (Leviathan et al. 2023). If each is accepted with probability α, a step yields 1 + α + … + α^γ tokens, which is
-# (1 − α^(γ+1)) / (1 − α).
+# model (Leviathan et al. 2023). With probability α for each, a step yields 1 + … + α^γ = (1 − α^(γ+1)) / (1 − α).
 
 
 # %% tags=["deeper"]
@@ -664,8 +648,8 @@ for name, millions, drafted, alpha, measured in helpers.MEASURED["speculated"]["
     print(f"{name:19} {measured} times of {most:.1f}: c = {cost:5.1%}, parameters {ratio:.1%}")
 
 # %% [markdown] tags=["deeper"]
-# A draft that is right more often gains less here, because it costs more, about three times what its parameters say,
-# but for the smallest. (A negative c is rounding.) And all this holds where a step is bound by bytes. In a large batch
+# A draft that is right more often gains less here, because it costs more: 1.5 to 4 times what its parameters say, but
+# for the smallest. (A negative c is rounding.) And all this holds where a step is bound by bytes. In a large batch
 # drafted tokens cost FLOP/s, and of seven with α = 0.75 more than four are thrown away.
 #
 # ## 11. Who is told what: three patients · deeper
@@ -675,12 +659,8 @@ for name, millions, drafted, alpha, measured in helpers.MEASURED["speculated"]["
 # ([#27221](https://github.com/sgl-project/sglang/issues/27221)):
 
 # %% tags=["deeper"]
-clinic = helpers.servers.clinic()
-patient = clinic[1]
-patient
-
-# %% tags=["deeper"]
-patient.ask("stacks")
+patient = helpers.servers.clinic()[1]
+print(patient, patient.ask("stacks"), sep="\n\n")
 
 # %% [markdown] tags=["deeper"]
 # Rank 0 computes a step for the request that rank 1 has dropped. Their clocks differ by a millisecond, and for one of
@@ -696,9 +676,8 @@ cured
 # The same cure is proposed for TensorRT-LLM ([#12024](https://github.com/NVIDIA/TensorRT-LLM/pull/12024)), where each
 # rank drew its own tokens at random. Two patients are left for exercise 6: a rank out of memory in the cache, and wrong
 # text that no log has. The last kind is the worst. A test like that of section 5 finds it, and so does a comparison
-# with what requests get alone, in fp32 or fp64. In bf16 sums depend on the batch, so texts differ without
-# a fault; vLLM's way out is a mode of its own, *batch invariance*
-# ([#50136](https://github.com/vllm-project/vllm/issues/50136)).
+# with what requests get alone, in fp32 or fp64. In bf16 sums depend on the batch, so texts differ without a fault;
+# vLLM's way out is *batch invariance* ([#50136](https://github.com/vllm-project/vllm/issues/50136)).
 #
 # ## 12. Measures, and a published table · deeper
 #
@@ -708,8 +687,7 @@ cured
 #
 # TensorRT-LLM publishes throughput at full load. Can we predict it? Memory says how many sequences run, `step_times`
 # how long a step takes, the messages of a large batch come to it, and prefill takes its share. We allow 73 % of FLOP/s
-# and 52 % of bytes/s, which one H200 reached (*recorded*, `gpu-check`: a product in FP8, and a matrix times a vector),
-# 90 % of the memory, and 450 GB/s of NVLink.
+# (a product in FP8) and 52 % of bytes/s, as one H200 reached (*recorded*), 90 % of the memory, and 450 GB/s of NVLink.
 
 
 # %% tags=["deeper"]
@@ -730,15 +708,13 @@ for name, gpu, gpus, prompt, new, published in helpers.MEASURED["full load"]["ro
     print(f"{case:32} {batch:5} at once, {rate:7,.0f} for {published:6,}: {rate / published:.2f}")
 
 # %% [markdown] tags=["deeper"]
-# On one or two GPUs we are off by a third at most: too low where sequences are long, perhaps because attention reads
-# faster than a matrix times a vector, and too high where they are short and batches large, where what we leave out may
-# count: sampling, the scheduler, small kernels. On eight GPUs we are too high by 1.6 to 1.9 times, and do not know why:
-# our messages are free of latency and run at the data sheet's rate. A formula tells what is *possible* and which limit
-# is near; what you get, you measure.
+# On one or two GPUs we are off by a third at most: too low where sequences are long, too high where they are short and
+# batches large, and where what we leave out may count: sampling, the scheduler, small kernels. On eight GPUs we are too
+# high by 1.6 to 1.9 times, and do not know why: our messages are free of latency and run at the data sheet's rate. A
+# formula tells what is *possible* and which limit is near; what you get, you measure.
 #
-# What does a token cost? DeepSeek's 14,800 a second on a node of eight GPUs, at 2 dollars an hour each, which it
-# assumes, make 8 · 2 / 3600 / 14,800 = 0.30 dollars for a million tokens of output, if nodes are never idle. Prefill
-# comes to it, and a goodput that is lower than the throughput.
+# What does a token cost? DeepSeek's 14,800 a second from eight GPUs, for which it assumes 2 dollars an hour each, make
+# 8 · 2 / 3600 / 14,800 = 0.30 dollars for a million tokens of output. Prefill and idle nodes come to it.
 #
 # ## 13. What people use · deeper
 #
@@ -798,7 +774,7 @@ predictions()
 # 1. Prefill takes half as long, and decode as long as before (section 1).
 # 2. Only as many as the smaller share of the weights makes room for: each KV head lies on two GPUs then (section 4).
 # 3. The number of blocks, which each may have counted for itself (exercise 6).
-# 4. The users of a block (sections 5 and 11).
+# 4. The users of a block (section 5, exercise 6).
 # </details>
 #
 # **Exercises:** [exercises/17_serving](../exercises/17_serving_exercises.ipynb).
