@@ -99,7 +99,10 @@ class Prediction:
         return f"{text}; you said {self.said:g}{unit}, {far}."
 
     def _keep(self) -> None:
+        from .classroom import tell
+
         if self.said is not None:
+            tell(question=self.about, said=self.said, result=self.result)
             keep(self.about, {"said": self.said, "is": self.result, "unit": self.unit})
 
 

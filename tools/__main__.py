@@ -10,7 +10,7 @@ from tools import ToolError
 
 # Each of these modules has a function ``add(commands)``, which adds its commands and sets ``run`` for each of them: a
 # function that takes the parsed arguments and returns the exit status; None and False are 0.
-MODULES = ("tools.learner", "tools.grade", "tools.gpu", "tools.author", "tools.deepspeed")
+MODULES = ("tools.learner", "tools.grade", "tools.gpu", "tools.author", "tools.teach", "tools.deepspeed")
 
 
 def main(arguments: list[str] | None = None) -> int:

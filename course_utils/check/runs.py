@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from ..classroom import telling
 from ..ranks import Watch, is_learner, share
 from .hints import COMMON_HINTS
 from .limits import COMPUTING, LIMIT, Endless, limited
@@ -103,12 +104,13 @@ def _one_thread() -> Iterator[None]:
 def checked(check: Callable) -> Callable:
     """Decorate a check: whatever an answer returns, the learner gets CheckFailed and no error of the check's own.
 
-    What its ranks need of its module they find imported, and what optimizers and functional collectives import.
+    Its ranks find its module imported. One whose ranks train shares ``torch._dynamo`` too, which optimizers import.
     """
     if check.__module__.startswith("lessons."):
-        share("torch._dynamo", check.__module__)
+        share(check.__module__)
 
     @functools.wraps(check)
+    @telling(check)
     def judge(*args: Any, **kwargs: Any) -> None:
         try:
             with _one_thread():

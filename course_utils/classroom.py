@@ -1,0 +1,82 @@
+"""What learners who have joined tell an instructor's dashboard: checks, hints, predictions (docs/instructor.md)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from .predictions import learners_copy
+
+__all__ = ["join_class"]
+
+_here: dict[str, Any] = {}  # outside of a learner's copy, in whose class.json it stands for all its notebooks
+_sending: threading.Thread | None = None  # that tells the latest, after those before it
+
+
+def join_class(address: str = "", name: str = "", hours: float = 12) -> None:
+    """Tell an instructor's dashboard, for some hours, which checks pass, which hints come, and what you predict.
+
+    It is told to ``address`` (else ``COURSE_CLASS``), such as ``http://10.0.0.5:8700/#token``, and nowhere else, under
+    the ``name`` that you choose or none. ``hours=0`` ends it. Cells run the same with and without it.
+    """
+    mine = {"address": address or os.environ.get("COURSE_CLASS", ""), "name": name, "until": time.time() + 3600 * hours,
+            "who": _mine().get("who") or uuid.uuid4().hex}
+    try:
+        if hours:
+            _post(mine, {})
+        _here.update(mine)
+        if folder := learners_copy():
+            (folder / "class.json").write_text(json.dumps(mine), encoding="utf-8")
+    except Exception as error:  # whatever answers there, or does not
+        print(f"No class joined at {mine['address'] or 'no address'}: {error}. Cells run all the same.")
+    else:
+        print(f"You have {'joined' if hours else 'left'} the class, {name or 'without a name'}.")
+
+
+@contextlib.contextmanager
+def telling(check: Callable) -> Iterator[None]:
+    """Tell whether a check passes in the block, or the key of the hint that it gives."""
+    name, hint = f"{check.__module__.split('.')[:2][-1]}.{check.__name__}", ""
+    try:
+        yield
+    except BaseException as refusal:
+        hint = getattr(refusal, "hint", "error")
+        raise
+    finally:
+        tell(check=name, hint=hint)
+
+
+def tell(**what: Any) -> None:
+    """Tell the dashboard, if its learner has joined: in a thread, and what goes wrong there is nobody's concern."""
+    global _sending
+
+    def send(mine: dict[str, Any], before: threading.Thread | None) -> None:
+        if before:
+            before.join()
+        with contextlib.suppress(Exception):
+            _post(mine, what)
+
+    if (mine := _mine()).get("until", 0) > time.time():
+        _sending = threading.Thread(target=send, args=(mine, _sending), daemon=True)
+        _sending.start()
+
+
+def _mine() -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return {**json.loads((folder / "class.json").read_bytes())} if (folder := learners_copy()) else _here
+    return {}
+
+
+def _post(mine: dict[str, Any], what: dict[str, Any]) -> None:
+    from urllib.request import ProxyHandler, Request, build_opener
+
+    address, _, token = mine["address"].partition("#")
+    data = json.dumps({"who": mine["who"], "name": mine["name"], **what}).encode()
+    asked = Request(f"{address.rstrip('/')}/tell", data, {"Authorization": f"Bearer {token}"})
+    build_opener(ProxyHandler({})).open(asked, timeout=2).close()  # straight there, past no proxy
