@@ -81,6 +81,8 @@ class Cell:
     result: dict | None = None
     displays: list[dict] = field(default_factory=list)
     order: list[str] = field(default_factory=list)  # "stream", "display_data", … in the order they came
+    answers: list[str | None] = field(default_factory=list)  # to what it is going to ask; None: the stop button
+    asked: list[str] = field(default_factory=list)
     error: str = ""
     error_name: str = ""
     error_value: str = ""
@@ -124,18 +126,38 @@ class Kernel:
 
     def start(self, code: str) -> Cell:
         """Send a cell without waiting for it."""
-        cell = Cell()
-        cell.id = self.client.execute(code, allow_stdin=False)
+        return self._start(code, [])
+
+    def _start(self, code: str, answers: list[str | None]) -> Cell:
+        cell = Cell(answers=answers)
+        cell.id = self.client.execute(code, allow_stdin=bool(answers))
         return cell
+
+    def talk(self, code: str, *answers: str | None, timeout: float = 60.0) -> Cell:
+        """Run a cell with somebody at the page, who answers what it asks; None presses the stop button."""
+        return self.pump(self._start(code, [*answers]), timeout=timeout)
+
+    def _answer(self, cell: Cell) -> None:
+        """Answer what has been asked."""
+        try:
+            cell.asked.append(self.client.get_stdin_msg(timeout=0)["content"]["prompt"])
+        except queue.Empty:
+            return
+        if (answer := cell.answers.pop(0)) is None:
+            self.manager.interrupt_kernel()
+        else:
+            self.client.input(answer)
 
     def pump(self, cell: Cell, until=lambda cell: cell.done, timeout: float = 60.0) -> Cell:
         """Take in messages until `until(cell)`; fail past `timeout`."""
         deadline = time.monotonic() + timeout
         while not until(cell):
             try:
-                message = self.client.get_iopub_msg(timeout=0.2)
+                message = self.client.get_iopub_msg(timeout=0.05 if cell.answers else 0.2)
             except queue.Empty:
                 message = None
+            if cell.answers:
+                self._answer(cell)
             if message and message["parent_header"].get("msg_id") == cell.id:
                 self._take(cell, message["msg_type"], message["content"])
             if cell.done and not until(cell):

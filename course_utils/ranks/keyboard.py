@@ -111,6 +111,9 @@ class _Debugger(pdb.Pdb):
         super().__init__(stdin=keyboard, stdout=keyboard, nosigint=True, readrc=False)
         self.prompt = f"(Pdb rank {state.rank}) "
 
+    def canonic(self, filename: str) -> str:
+        return filename  # a cell is no file
+
     def stop_here(self, frame) -> bool:
         if frame.f_code.co_filename != WORKER:
             return super().stop_here(frame)

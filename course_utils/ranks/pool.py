@@ -273,6 +273,7 @@ class Pool:
 
     def _start_workers(self, call: Call, missing: list[int]) -> None:
         for rank in missing:
+            self.starting = "starting" if rank > 1 else "importing PyTorch"  # the first two wait for it, one a server
             self.workers[rank] = Worker(rank)
 
     @staticmethod

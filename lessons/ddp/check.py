@@ -21,8 +21,11 @@ from torch.utils.data import DistributedSampler
 from course_utils import record
 from course_utils.check import COMMON_HINTS, Case, close, exercise, show, whole_numbers
 from course_utils.check.training import average, gradients_of, trained_parameters, weights_of
+from course_utils.ranks import share
 
 from . import answers
+
+share("torch._dynamo")  # every optimizer imports it as it is made: a second on each rank
 
 MISTAKES: dict[str, dict[str, tuple]] = {}
 RIGHT: dict[str, dict[str, Any]] = {}

@@ -17,9 +17,12 @@ from course_utils import record
 from course_utils.check import Case, Exercise, checked, exercise
 from course_utils.check.program import hints_of
 from course_utils.costs import bytes_sent
+from course_utils.ranks import share
 
 from .clinic import hangs
 from .clinic_check import ward
+
+share("torch._dynamo")  # every optimizer imports it as it is made: a second on each rank
 
 MISTAKES: dict[str, dict[str, tuple]] = {}
 RIGHT: dict[str, dict[str, Any]] = {}

@@ -26,10 +26,13 @@ from course_utils.check.groups import DIFFERENT, GroupsInStep
 from course_utils.check.program import hints_of
 from course_utils.check.traffic import by_node
 from course_utils.costs import bytes_sent
+from course_utils.ranks import share
 from course_utils.transformer import PUBLISHED, TransformerConfig
 
 from . import answers, planner
 from .planner import Layout
+
+share("torch._dynamo")  # every optimizer imports it as it is made: a second on each rank
 
 MISTAKES: dict[str, dict[str, tuple]] = {}
 RIGHT: dict[str, dict[str, Any]] = {}

@@ -16,10 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from course_utils.check import TIMEOUT, Case, Exercise, Outcome, checked, exercise, hints_of
 from course_utils.check.compare import number, whole_number
+from course_utils.ranks import share
 from course_utils.traces import Event, Trace, kind, length, load, matched, merge, spans
 
 from . import answers
 from .program import ROWS, STEPS, observed, speed_ratio, wide_net
+
+share("torch._dynamo")  # every optimizer imports it as it is made: a second on each rank
 
 MISTAKES: dict[str, dict[str, tuple]] = {}
 RIGHT: dict[str, dict[str, Any]] = {}

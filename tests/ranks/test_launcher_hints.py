@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import resource
 import sys
+import time
+from types import SimpleNamespace
 
 import cloudpickle
 import pytest
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from calls import all_is_well, failure, says
 
 from course_utils import HangError, WorkerError, launch, shutdown
+from course_utils.ranks import collector, pool
 
 pytestmark = pytest.mark.guard(60)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder
@@ -33,8 +36,27 @@ def test_a_recursion_without_end_is_told_in_few_lines():
     assert text.count("\n") < 60
 
 
-def test_a_debugger_on_a_rank_is_told_to_have_no_keyboard():
-    assert "keyboard" in str(failure(WorkerError, lambda: breakpoint(), world_size=2))
+@pytest.mark.parametrize("work", [lambda: breakpoint(), lambda: input("name? ")], ids=["breakpoint", "input"])
+def test_where_nobody_can_answer_a_rank_is_told_to_have_no_keyboard(work):
+    assert "keyboard" in str(failure(WorkerError, work, world_size=2, post_mortem=True))
+
+
+def test_ranks_that_ask_take_turns_and_the_time_out_stands_still(monkeypatch):
+    clock, prompts = [0.0], []
+
+    def answer(prompt):
+        prompts.append(prompt)
+        clock[0] += 1000  # seconds in which somebody thinks
+        return prompt.upper()
+
+    now = SimpleNamespace(monotonic=lambda: time.monotonic() + clock[0], sleep=time.sleep)
+    monkeypatch.setattr(collector, "time", now)
+    monkeypatch.setattr(collector, "input", answer, raising=False)
+    monkeypatch.setattr(pool, "can_answer", lambda: True)
+    both = launch(lambda: input("a? ") + input("b? "), world_size=2)
+    assert both == [f"[RANK {r}] A? [RANK {r}] B? " for r in (0, 1)]
+    own = [[prompt[-3:] for prompt in prompts if f"rank {r}" in prompt] for r in (0, 1)]
+    assert own == [["a? ", "b? "]] * 2
 
 
 # --- hangs ---------------------------------------------------------------------------------------------------------

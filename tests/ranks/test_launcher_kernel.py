@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
@@ -105,6 +106,82 @@ launch(draw, world_size=2);
     assert len(figures) == 1 and len(figures[0]["image/png"]) > 1000
     assert sorted(pages) == ["<b>rank 0</b>", "<b>rank 1</b>"]
     assert "Figure(" not in cell.out and not cell.err
+
+
+def test_by_rank_adds_a_fold_for_each_with_its_text_and_figures(kernel):
+    cell = kernel.good("""
+def work():
+    import matplotlib.pyplot as plt
+    print("<begin>")
+    if dist.get_rank() == 1:
+        plt.plot([0, 1])
+        plt.show()
+    print("end of", dist.get_rank())
+launch(work, world_size=2, by_rank=True);
+""")
+    assert cell.out.startswith("[ranks 0,1] <begin>\n") and cell.out.endswith("[rank 1] end of 1\n")
+    zero, one = cell.displays[-1]["text/html"].split("</details>")[:2]
+    assert "rank 0: 2 lines" in zero and "&lt;begin&gt;\nend of 0" in zero and "rank 1" not in zero
+    assert "rank 1: 3 lines" in one and f'base64,{cell.displays[0]["image/png"]}"' in one and "end of 1" in one
+
+
+# --- a keyboard for ranks ------------------------------------------------------------------------------------------
+
+
+def test_breakpoint_stops_in_the_cells_prompt_and_shows_the_learners_frames_only(kernel):
+    """To the function's end, which is also the debugger's."""
+    cell = kernel.talk(
+        """
+def work():
+    print("before", dist.get_rank())
+    x = torch.ones(2)
+    if dist.get_rank() == 1:
+        breakpoint()
+    dist.all_reduce(x)
+    return x.tolist()
+launch(work, world_size=2)
+""",
+        "p x * 5", "w", "n", "n", "p x", "n", "n",
+    )
+    assert cell.value == "[[2.0, 2.0], [2.0, 2.0]]" and set(cell.asked) == {"(Pdb rank 1) "} and not cell.answers[1:]
+    stop = r"> cell \[\d+\], line 6, in work\n-> dist.all_reduce\(x\)\n"
+    assert re.search(rf"\[rank 1\] before 1\n(.*\n)*{stop}tensor\(\[5., 5.\]\)\n{stop}", cell.out), cell.out
+    says(cell.out, "time-out stands still", "tensor([2., 2.])")
+    assert not re.search(r"course_utils|multiprocessing|/", cell.out), cell.out
+
+
+EXAMINED = """
+def scaled(x, k):
+    return x @ torch.ones(k)
+def work():
+    name = "a"
+    if dist.get_rank() == 1:
+        scaled(torch.ones(2, 3), 5)
+    dist.barrier()
+launch(work, world_size=2, post_mortem=True)
+"""
+
+
+def test_a_rank_that_fails_can_be_examined_where_it_stands_and_then_the_error_comes(kernel):
+    cell = kernel.talk(EXAMINED, "p k", "u", "p name", "u", "q")
+    says(cell.out, "rank 1 failed: RuntimeError", "-> return x @ torch.ones(k)\n5\n", "'a'", "Oldest frame")
+    assert cell.error_name == "WorkerError"
+    says(cell.error, "return x @ torch.ones(k)", re.compile(r"0 +waits +barrier"))
+    works(kernel)
+
+
+ASKS = "def work():\n    {asks}\n    dist.barrier()\nlaunch(work, world_size=2)"
+
+
+@pytest.mark.parametrize(("asks", "answers", "states"), [
+    ("breakpoint()", ["p 1", None], ["asks"]), ("if dist.get_rank(): input('name? ')", [None], ["asks", "waits"]),
+    ("breakpoint()", ["q", "q"], ["quit"]),
+], ids=["stop in pdb", "stop at input", "q"])
+def test_the_stop_button_and_q_end_the_call(kernel, asks, answers, states):
+    cell = kernel.talk(ASKS.format(asks=asks), *answers)
+    assert cell.error_name == "Interrupted"
+    says(cell.error, *states)
+    works(kernel)
 
 
 # --- errors as a learner sees them ---------------------------------------------------------------------------------

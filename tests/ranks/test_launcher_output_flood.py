@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 import time
@@ -10,8 +11,11 @@ import cloudpickle
 import pytest
 import torch.distributed as dist
 from calls import all_is_well, says, screen
+from tqdm import tqdm
 
 from course_utils import HangError, launch
+from course_utils.ranks.channels import MARK
+from course_utils.ranks.output import Merger
 
 pytestmark = pytest.mark.guard(90)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder
@@ -116,3 +120,44 @@ def test_progress_bars_with_positions_are_one_clean_line_each(capsys):
     for rank in range(4):
         assert len([line for line in shown if re.match(rf"\[rank {rank}\] bar {rank}: 100%.*20/20", line)]) == 1, shown
     assert any(line.endswith("] after") for line in shown) and "\x1b[A" not in captured.out
+
+
+def test_bars_of_one_name_are_one_line_which_names_the_slowest():
+    shown, rates = [], ("40.00it/s", "50.00it/s", " 2.00s/it", "30.00it/s")
+    merger = Merger([0, 1, 2, 3], shown.append)
+    for rank, rate in enumerate(rates):
+        merger.feed(rank, f"\repoch:  67%|██▋ | 2/3 [00:01<00:01, {rate}]".encode(), 1)
+    assert merger.unended() == ("ranks 0-3, slowest 2", "epoch:  67%|██▋ | 2/3 [00:01<00:01,  2.00s/it]")
+    for rank, rate in enumerate(rates):
+        merger.feed(rank, f"\repoch: 100%|████| 3/3 [00:01<00:00, {rate}]\n".encode() + MARK + b"E1\n", 1)
+    merger.flush()
+    assert shown == ["[ranks 0-3, slowest 2] epoch: 100%|████| 3/3 [00:01<00:00,  2.00s/it]\n"]
+
+
+class Pieces(io.StringIO):
+    """Where tqdm writes: each of its pieces by itself, as a pipe may bring them."""
+
+    def __init__(self):
+        super().__init__()
+        self.all: list[bytes] = []
+
+    def write(self, text: str) -> int:
+        self.all.append(text.encode())
+        return len(text)
+
+
+@pytest.mark.parametrize("size", [None, 3, 1 << 16])
+def test_bars_below_bars_end_as_a_terminal_would_show_them(size):
+    pieces, shown = Pieces(), []
+    for epoch in tqdm(range(2), desc="epoch", file=pieces, mininterval=0):
+        for _ in tqdm(range(2), desc="step", file=pieces, mininterval=0, leave=False):
+            for _ in tqdm(range(2), desc="micro", file=pieces, mininterval=0, leave=epoch == 1):
+                pass
+        tqdm.write(f"loss of epoch {epoch}", file=pieces)
+    merger, data = Merger([0], shown.append), b"".join(pieces.all)
+    for piece in pieces.all if size is None else [data[i : i + size] for i in range(0, len(data), size)]:
+        merger.feed(0, piece, 1)
+    merger.feed(0, MARK + b"E1\n", 1)
+    merger.flush()
+    lines = [line.split(":")[0].removeprefix("[rank 0] ") for line in "".join(shown).splitlines()]
+    assert lines == ["loss of epoch 0", "micro", "micro", "loss of epoch 1", "epoch"]

@@ -8,7 +8,7 @@ import time
 
 import pytest
 from calls import ended, screen
-from kernels import Kernel, Script, left_behind
+from kernels import Kernel, Script, left_behind, marked
 
 pytestmark = pytest.mark.guard(90)
 
@@ -19,8 +19,12 @@ IMPORTS = "import os, time\nimport torch.distributed as dist\nfrom course_utils 
 @pytest.fixture(scope="module")
 def shared():
     with Kernel(COURSE_STATUS="1") as kernel:
-        kernel.good(IMPORTS + SOON)
-        kernel.good("launch(dist.get_rank, world_size=3)")
+        kernel.good(IMPORTS + SOON + "import signal\nfrom course_utils.ranks.processes import server_ids")
+        kernel.good("for server in server_ids():\n    os.kill(server, signal.SIGSTOP)")
+        cell = kernel.start_until("launch(dist.get_rank, world_size=3)", "ranks 0-2 are importing PyTorch")
+        for process in marked(kernel.mark):
+            process.resume()
+        kernel.pump(cell)
         yield kernel
 
 

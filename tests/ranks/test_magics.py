@@ -108,6 +108,16 @@ def test_interrupt_returns_to_the_prompt_and_state_is_kept(kernel):
     assert shown(kernel.good("%%ranks\ndist.barrier()\n'fine'")) == ["[ranks 0-3] 'fine'"]
 
 
+def test_a_cell_on_ranks_can_ask_and_be_examined_and_no_breakpoint_is_left(kernel):
+    cell = kernel.talk(
+        "%%ranks [1] --world-size 2 --post-mortem\nname = input('name? ')\nbreakpoint()\nx = 7\ny = x / 0",
+        "ann", "b 5", "c", "c", "p x, name", "q",
+    )
+    says(cell.out, "-> x = 7\n", "-> y = x / 0\nrank 1 failed: ZeroDivisionError", "(7, 'ann')")
+    assert cell.asked[0] == "[rank 1] name? " and cell.error_name == "WorkerError"
+    assert shown(kernel.good("%%ranks [1]\nimport sys\nname, sys.gettrace()")) == ["[rank 1] ('ann', None)"]
+
+
 def test_ranks_reset_starts_afresh_and_draws_the_same_numbers_again(kernel):
     first = shown(kernel.good("%%ranks\nx = 1\ntorch.rand(1).item()"))
     kernel.good("%ranks_reset")
