@@ -208,7 +208,7 @@ FAILURES_AND_ELASTIC_TRAINING = (
       "The world size changes: keep the batch by accumulation, shards by a checkpoint that reshards, and the "
       "data's order by what was consumed.",
       "It does not notice a rank that is merely slow or silent: time-outs and a gate before the start do.")),
-    S("how often to save", "16.13", "How often should a large job save?", (
+    S("when to save", "16.13", "How often should a large job save?", (
       "Young: the root of 2 · time to save · time between failures of the job, which falls with the number of "
       "hosts.",
       "A hundred times the hosts: ten times as often. What is lost: half an interval, the restart, and the saves "

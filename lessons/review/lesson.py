@@ -56,7 +56,8 @@ review(10, seed=seed)
 
 # %%
 for topic, rows in QUESTIONS.items():
-    print(f"{topic:20} {len(rows):2} questions, lessons {', '.join(sorted({r.place[:2] for r in rows}))}")
+    lessons = sorted({row.place[:2] for row in rows})
+    print(f"{topic:20} {len(rows):2} questions, lessons {', '.join(lessons)}")
 
 # %% [markdown]
 # Change the topic, or write `lesson="06"` in its place.

@@ -14,8 +14,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import lessons
-
 __all__ = ["Asked", "Question", "Spoken", "place_of", "rounded", "shown", "value_of"]
 
 #: Where expressions find their names; the answers of lesson NN are ``aNN``.
@@ -57,7 +55,7 @@ def value_of(expression: str, values: Mapping[str, Any]) -> Any:
 def _rooms() -> dict[str, str]:
     """Names of the lessons' rooms by their number, such as "02"."""
     found = {}
-    for room in sorted(Path(next(iter(lessons.__path__))).glob("*/__init__.py")):
+    for room in sorted(Path(__file__).parents[1].glob("*/__init__.py")):
         if number := re.match(r'"""Lesson (\d\d)\b', room.read_text(encoding="utf-8")):
             found[number[1]] = room.parent.name
     return found

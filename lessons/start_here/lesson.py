@@ -813,7 +813,7 @@ predictions()
 #
 # *Read* and *exercises* are in minutes: 130 words or 12 lines of code count as one, a prediction as one and a half, and
 # an exercise has its minutes above it. 45 (100) means 45 minutes for the core, which everybody needs, and 100 with
-# the sections marked *deeper*. To run a whole lesson takes 14 to 107 s (*recorded*: November 2026, 4 ranks, 2 CPU
+# the sections marked *deeper*. To run a whole lesson takes 9 to 107 s (*recorded*: November 2026, 4 ranks, 2 CPU
 # cores, no GPU, torch 2.13.0; the README has the time of each).
 #
 # | lesson | the question it answers | read, min | exercises, min |
@@ -836,6 +836,7 @@ predictions()
 # | [15](15_ffcv_data_loading.ipynb) | Is the GPU waiting for data, and how does FFCV fix that? | 45 (85) | 160 |
 # | [16](16_multi_node.ipynb) | How do I leave this machine: torchrun, elastic, Slurm? | 45 (130) | 125 |
 # | [17](17_serving.ipynb) | How many GPUs serve one model, and who waits for what? | 40 (60) | 140 |
+# | [20](20_review.ipynb) | What do you still know? | 5 |  |
 # </details>
 #
 # <details><summary>Do you teach?</summary>

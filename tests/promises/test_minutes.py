@@ -130,7 +130,7 @@ def test_every_lesson_says_its_minutes_once(name: str):
         assert len(re.findall(r"All of them take about \d+ minutes\.", text)) == 1
 
 
-@pytest.mark.parametrize("name", [name for name in lessons(ROOT) if name != "00_start_here"])
+@pytest.mark.parametrize("name", [name for name in lessons(ROOT) if exercises(name)])
 def test_table_of_exercises_agrees_with_their_cards(name: str):
     """Rows of the table at the top, of which one may stand for several exercises, add up to the cards."""
     text = (ROOT / "lessons" / name[3:] / "exercises.py").read_text(encoding="utf-8")
@@ -159,6 +159,29 @@ def test_plan_fills_its_time_and_no_block_is_too_short(title: str, hours: int):
             assert int(minutes) >= needed, f"{what}: {needed:.0f} minutes"
     assert {"arrive", "break", "end"} <= {row[1] for row in rows}
     assert any(row[1].startswith("exercises") for row in rows)
+
+
+PATHS = re.findall(r"^### (.*): (\d+) weeks of (\d+) hours\n(?:[^#|]*\n)((?:\|.*\n)+)",
+                   (ROOT / "docs" / "paths.md").read_text(encoding="utf-8"), re.MULTILINE)
+
+
+@pytest.mark.parametrize(("name", "weeks", "hours", "body"), PATHS, ids=[path[0] for path in PATHS])
+def test_path_fits_its_weeks(name: str, weeks: str, hours: str, body: str):
+    """Each week has reading, exercises or both, and review, within its hours; the longer paths leave no lesson out."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in body.splitlines()[2:]]
+    assert [row[0] for row in rows] == [f"{week}" for week in range(1, int(weeks) + 1)]
+    for _, what, _, review in rows:
+        assert 30 * int(hours) < selection(what) + int(review) <= 60 * int(hours), what
+    every = "; ".join(row[1] for row in rows)
+    if name != "Overview":
+        assert {name[:2] for name in lessons(ROOT)} - {"20"} <= set(re.findall(r"(?:^|; )(\d\d)", every))
+    if name == "Hands-on mastery":
+        taken = {part for part, _ in chosen(every)}
+        assert not [name for name in lessons(ROOT) if name[:2] != "20" and name not in taken]
+
+
+def test_there_are_three_paths():
+    assert [path[0] for path in PATHS] == ["Overview", "Deep", "Hands-on mastery"]
 
 
 def table(path: str) -> list[list[str]]:

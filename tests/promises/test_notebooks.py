@@ -21,6 +21,7 @@ RANKS = {
     "16": 2,  # on two hosts
 }
 THOROUGH = {"16": (2, 6)}  # others: 2 and 3
+WITHOUT_RANKS = {"20"}
 LEFT_OUT = {  # unless asked for with --thorough
     "01", "05",  # no rank has a part of anything: the number changes only how many lines are printed
     "08",  # tests/lessons/test_deepspeed_lesson.py runs it without DeepSpeed
@@ -46,6 +47,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_lesson_runs(lesson: Path, world_size: int, tmp_path: Path, pytestconfig: pytest.Config):
-    if "world_size" not in papermill.inspect_notebook(lesson):
+    parameters = {} if lesson.name[:2] in WITHOUT_RANKS else {"world_size": world_size}
+    if parameters.keys() - papermill.inspect_notebook(lesson):
         pytest.fail(f"{lesson.name} has no parameter world_size")
-    run_core(lesson, tmp_path, deeper=pytestconfig.getoption("thorough"), world_size=world_size)
+    run_core(lesson, tmp_path, deeper=pytestconfig.getoption("thorough"), **parameters)

@@ -5,7 +5,7 @@ exercise what its card says. Words are those of the text and its tables, without
 and targets of links. Lines of code are those in cells and in fenced blocks that are neither empty nor imports. What is
 folded away, text or code, does not count: it is there for those who want it.
 
-The figures in README.md, docs/instructor.md and the openings of the lessons come from here; :func:`update` writes them.
+The figures in README.md, the pages of docs/ and the openings of the lessons come from here; :func:`update` writes them.
 In tables of lessons it fills the columns *read, min* and *exercises, min*; where a table has a column *lessons:
 sections*, it fills *by the clock* and *titles*. A lesson with sections marked *deeper* has two figures: its core's, and
 the whole's.
@@ -272,7 +272,8 @@ def _texts(root: Path) -> dict[Path, str]:
             minutes = sum(exercises(lesson, root).values())
             found[path] = _replaced(text, r"All of them take about [^.]*\.",
                                     f"All of them take about {minutes} minutes.")
-    for path in [root / "lessons" / "start_here" / "lesson.py", root / "README.md", root / "docs" / "instructor.md"]:
+    pages = [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+    for path in [root / "lessons" / "start_here" / "lesson.py", *pages]:
         text = found.get(path) or path.read_text(encoding="utf-8")
         found[path] = _rows(re.sub(LISTED, lambda _: _listing(root), text, flags=re.DOTALL), root)
     return found
