@@ -28,7 +28,7 @@
 # - *diagnose* and *mend* programs that were reported in public, *read* the log of a job, and *examine* one that hangs.
 #
 # **Before this:** [02 collectives](02_collectives.ipynb), [04 ddp](04_ddp.ipynb). **Time:** about 45 minutes to read
-# the core, 65 with the deeper sections, about one to run.
+# the core, 70 with the deeper sections, about one to run.
 
 # %% [markdown]
 # Imports and parameters:
@@ -839,6 +839,33 @@ waited.compare(stops * gpus * 0.5 / 1e6)
 #   (`TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC`). Its message is about this thread, and not about your program.
 # - A slow GPU is no hang, and all others wait for it all the same. [Lesson 13](13_profiling.ipynb) finds it, and
 #   [lesson 16](16_multi_node.ipynb) is about starting again without the host that failed.
+
+# %% [markdown] tags=["deeper"]
+# ## 13. A debugger on one rank · deeper
+#
+# A debugger answers questions that come up while you look. A rank that calls `breakpoint()` opens pdb in the cell's own
+# prompt, and no time-out runs meanwhile. With `post_mortem=True` pdb opens on a rank that has failed, with its
+# variables. Here one rank fails: set `look = True`, run the cell, and type `p mine`, then `q`. What does not fit?
+
+# %% tags=["deeper"]
+look = False  # True: examine the rank that fails
+
+
+def average_sample():
+    n = dist.get_world_size()
+    mine = torch.ones(3 * n + 1).chunk(n)[dist.get_rank()]
+    batch = torch.zeros(4) + mine
+    dist.all_reduce(batch)
+    return batch / n
+
+
+with expect_error():
+    launch(average_sample, world_size=world_size, post_mortem=look)
+
+# %% [markdown] tags=["deeper"]
+# Its share is too short, which a data loader avoids with `drop_last=True`. Under `torchrun`, in a terminal,
+# `torch.distributed.breakpoint(rank=2)` stops one rank
+# ([PyTorch](https://docs.pytorch.org/docs/stable/distributed.html)).
 
 # %% [markdown]
 # ## Recap, with the numbers of this run
