@@ -48,8 +48,7 @@ def _connect() -> None:
         within(_CONNECT, lambda: ray.init(address, logging_level=logging.ERROR, log_to_driver=False))
         ray._private.worker.print_to_stdstream = lambda *_, **__: None  # the state of a node that has gone: 70 lines
     except (ConnectionError, TimeoutError, RuntimeError, ValueError) as error:  # also another version of Ray or Python
-        where = f"at RAY_ADDRESS={address}" if address != "auto" else "on this machine"
-        text = f"no Ray cluster could be joined {where}; `ray start --head` starts one. Ray says: "
+        text = f"no Ray cluster could be joined (RAY_ADDRESS={address}); `ray start --head` starts one. Ray says: "
         raise errors.refusal(RuntimeError, text + (str(error) or f"nothing within {_CONNECT:g} s")) from None
 
 

@@ -62,10 +62,8 @@ class Node:
         self._processes = processes
         self._told["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
         here = ray.util.get_node_ip_address()
-        interfaces = psutil.net_if_addrs().items()
-        mine = [name for name, addresses in interfaces if any(address.address == here for address in addresses)]
-        for name in _INTERFACES:
-            self._told.setdefault(name, mine[0] if mine else "")
+        mine = [name for name, ends in psutil.net_if_addrs().items() if any(end.address == here for end in ends)]
+        self._told = dict.fromkeys(_INTERFACES, mine[0] if mine else "") | self._told
         processes.room_for(len(ranks))
         processes.share(*modules)
         processes.start_server()

@@ -34,6 +34,10 @@ _SOON = 10.0  # seconds in which an actor answers,
 _START = 120.0  # and in which actors and processes start
 _INLINE = 1 << 16  # bytes of a call above which Ray keeps it once for all nodes
 _UNREAD = 256  # parts of a rank's output, each of 64 KiB at most, that may wait for the notebook
+_ACTOR: dict[str, Any] = {
+    "num_cpus": 0, "concurrency_groups": {"listening": 1},
+    "runtime_env": {"env_vars": {"RAY_kill_child_processes_on_worker_exit": "false"}},  # they tidy up
+}
 _tokens = itertools.count(1)
 ray.cloudpickle.register_pickle_by_value(ray_node)
 
@@ -120,8 +124,8 @@ class RemoteWorker(Worker):
 class _Node:
     """The actor on a node, and a thread that takes what the ranks there say."""
 
-    def __init__(self, actor: Any, name: str):
-        self.actor, self.name = actor, name
+    def __init__(self, actor: Any, name: str, address: str):
+        self.actor, self.name, self.address = actor, name, address
         self.workers: dict[int, RemoteWorker] = {}
         self.gpus: list[int] = []
         self.gone = ""  # how it ended
@@ -162,7 +166,6 @@ class RayPool(Pool):
     def __init__(self):
         super().__init__()
         self.nodes: list[_Node] = []  # by rank
-        self.address = ""  # of rank 0
         self._placement: Any = None  # Ray's placement group
         self._idle_after = float("inf")
         threading.Thread(target=self._give_back, daemon=True).start()
@@ -184,7 +187,7 @@ class RayPool(Pool):
         nodes = self.nodes[: self.world_size]
         order, each = list(dict.fromkeys(nodes)), Counter(nodes)
         places = [(order.index(node), nodes[:rank].count(node), each[node]) for rank, node in enumerate(nodes)]
-        return {"network": True, "count": len(order), "address": self.address, "places": places}
+        return {"network": True, "count": len(order), "address": nodes[0].address, "places": places}
 
     def _give_back(self) -> None:
         """Give the places back when the ranks have been idle for so long that they end."""
@@ -249,16 +252,14 @@ class RayPool(Pool):
         where = placement_group_table(self._placement)["bundles_to_node_id"]
         places = sorted(where, key=lambda place: (-list(where.values()).count(where[place]), where[place], place))
         ids = list(dict.fromkeys(where[place] for place in places))
-        options: dict[str, Any] = {"num_cpus": 0, "concurrency_groups": {"listening": 1}}
-        kind = ray.remote(**options)(ray_node.Node)
+        kind = ray.remote(**_ACTOR)(ray_node.Node)
         actors = [kind.options(scheduling_strategy=OnNode(node, soft=False)).remote(sys.path) for node in ids]
         abouts = ray.get([actor.about.remote() for actor in actors], timeout=_START)
         for about in abouts:
             _compare(about)
-        self.address = abouts[0]["address"]
         names = [about["name"] for about in abouts]
         names = names if len({*names}) == len(names) else [f"node{i}" for i in range(len(names))]
-        nodes = {id: _Node(actor, name) for id, actor, name in zip(ids, actors, names, strict=True)}
+        nodes = {id: _Node(actors[i], names[i], abouts[i]["address"]) for i, id in enumerate(ids)}
         self.nodes = [nodes[where[place]] for place in places]
         for node, gpus in zip(self.nodes, self._gpus_of(places) if on_gpus else [], strict=False):
             node.gpus += gpus
