@@ -161,7 +161,7 @@ def test_plan_fills_its_time_and_no_block_is_too_short(title: str, hours: int):
     assert any(row[1].startswith("exercises") for row in rows)
 
 
-PATHS = re.findall(r"^### (.*): (\d+) weeks of (\d+) hours\n(?:[^#|]*\n)((?:\|.*\n)+)",
+PATHS = re.findall(r"^## (.*): (\d+) weeks of (\d+) hours\n(?:[^#|]*\n)((?:\|.*\n)+)",
                    (ROOT / "docs" / "paths.md").read_text(encoding="utf-8"), re.MULTILINE)
 
 
