@@ -8,7 +8,7 @@ unexport PYTHONPATH
 # Tests start thousands of processes: none is to compile the course anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup lab update restore ffcv deepspeed dev site lesson quick lint test versions notebooks bench clean
+.PHONY: help setup lab update restore ffcv deepspeed ray dev site lesson quick lint test versions notebooks bench clean
 
 help:  ## list these commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' Makefile
@@ -33,8 +33,11 @@ ffcv:  ## add FFCV for lesson 15 (Linux, Python 3.11), or say what it needs
 deepspeed:  ## add DeepSpeed for lesson 08 (Linux)
 	$(SETUP) --extra deepspeed
 
+ray:  ## add Ray and submitit: ranks on a cluster, lesson 16 (Linux)
+	$(SETUP) --extra ray
+
 dev:  ## make the environment with all that authors and tests need
-	$(SETUP) --extra test --extra site --extra nccl --extra deepspeed --extra-if-possible ffcv
+	$(SETUP) --extra test --extra site --extra nccl --extra deepspeed --extra ray --extra-if-possible ffcv
 
 site:  ## build the course as a site, build/site/html/index.html, and as an ePub
 	$(SETUP) --extra site

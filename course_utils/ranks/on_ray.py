@@ -29,8 +29,8 @@ def pool_for(on: str | None, here: list[str]) -> Any:
         print(f"COURSE_ON=ray: a call with {here[0]}= runs on the notebook's own machine")
     if here or wanted == "here":
         return None
-    if find_spec("ray") is None:
-        raise errors.refusal(RuntimeError, "on='ray' needs Ray, which is not installed; `make ray` installs it")
+    if find_spec("ray") is None or not hasattr(os, "eventfd"):
+        raise errors.refusal(RuntimeError, "on='ray' needs Linux, and Ray, which `make ray` installs")
     _connect()
     from . import ray_pool
 

@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 GUIDE = "".join((ROOT / name).read_text() for name in ("README.md", "docs/install.md"))
 EXTRAS = PROJECT["optional-dependencies"]
-LISTED = [*PROJECT["dependencies"], *EXTRAS["nccl"], *EXTRAS["deepspeed"], *EXTRAS["site"], *EXTRAS["test"]]
+LISTED = [*PROJECT["dependencies"], *EXTRAS["nccl"], *EXTRAS["deepspeed"], *EXTRAS["ray"], *EXTRAS["site"],
+          *EXTRAS["test"]]
 PINS = [pin for pin in map(Requirement, LISTED) if not pin.marker or pin.marker.evaluate()]
 
 
@@ -54,7 +55,7 @@ def test_ffcv_is_pinned_and_installed_where_it_can_be(pin: Requirement):
 
 def test_tests_and_builds_install_what_native_programs_are_compiled_with():
     makefile = (ROOT / "Makefile").read_text()
-    extras = "--extra test --extra site --extra nccl --extra deepspeed --extra-if-possible ffcv"
+    extras = "--extra test --extra site --extra nccl --extra deepspeed --extra ray --extra-if-possible ffcv"
     assert f"\n\t$(SETUP) {extras}\n" in makefile.partition("\ndev:")[2]
     after_it = set(re.findall(r"^(\w+): dev  ##", makefile, re.MULTILINE))
     assert after_it == {"test", "versions", "notebooks", "lesson", "quick", "lint"}
