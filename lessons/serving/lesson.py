@@ -526,8 +526,9 @@ def eight_gpus(stages, shared, batch=64, length=2000):
 
 
 for stages, shared in ((1, 8), (8, 1), (4, 2), (1, 4)):
-    text = "first token {:3.0f} ms, then {:4.1f} each, {:5,.0f} tokens/s"
-    print(f"{8 // (stages * shared)} x PP {stages} x TP {shared}:", text.format(*eight_gpus(stages, shared)))
+    first, between, rate = eight_gpus(stages, shared)
+    name = f"{8 // (stages * shared)} x PP {stages} x TP {shared}"
+    print(f"{name}: first token {first:3.0f} ms, then {between:4.1f} each, {rate:5,.0f} tokens/s")
 
 # %% [markdown] tags=["deeper"]
 # All *modelled*. For these 64 readers TP 8 is best, as long as its messages cost 7 µs and its cache divides. With as
