@@ -162,5 +162,12 @@ def add(commands: argparse._SubParsersAction) -> None:
     for command, name in ((opened, "folder"), (copied, "folder"), (fresh, "--folder")):
         command.add_argument(name, type=Path, default=ROOT / "work", help="the learner's copy (%(default)s)",
                              **({} if command is fresh else {"nargs": "?"}))
-    commands.add_parser("doctor", help="report on this machine and start two ranks").set_defaults(
-        run=lambda given: not doctor())
+    looked = commands.add_parser("doctor", help="report on this machine and start two ranks")
+    looked.add_argument("--room", type=int, metavar="N", help="say instead what N people need who share this machine")
+    looked.set_defaults(run=lambda given: _room(given.room) if given.room else not doctor())
+
+
+def _room(people: int) -> int:
+    from .teach.room import room
+
+    return room(people)

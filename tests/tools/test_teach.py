@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
+from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, missing
 from tornado.httpserver import HTTPServer
 from tornado.testing import bind_unused_port
 
 from course_utils import classroom
 from course_utils.check import CheckFailed
+from course_utils.doctor import chromium
 from course_utils.predictions import predict
 from lessons.collectives import check
+from tools import ToolError
+from tools.teach import key, slides
+from tools.teach import room as rooms
 from tools.teach.classroom import Classroom
 from tools.teach.dashboard import application
 
-PACE, TOKEN, SECRET = "the pace", "t0ken", "secret"
+TOKEN, SECRET = "t0ken", "secret"
 NONSENSE = (  # what is no check and no prediction of the course, as bytes
     b"", b"{", b"[" * 4000, b"null", b'{"who": 1}', b"\xff\xfe", b'{"who": "W", "name": "N", "x": 1}',
     *(f'{{"who": "W", "name": "N", {more}}}'.encode() for more in (
@@ -31,6 +37,18 @@ NONSENSE = (  # what is no check and no prediction of the course, as bytes
         f'"question": "the pace", "said": "{"y" * 200}"')),
     b'{"who": "W", "name": "' + b"n" * 100 + b'"}', b'{"name": "' + b"n" * 9000 + b'"}',
 )
+#: Of each slide, with all of it shown: kinds of its blocks, the smallest letters in pixels, what is out of the slide.
+SEEN = """() => [...document.querySelectorAll(".slides section section")].map((slide) => {
+  const {h, v} = Reveal.getIndices(slide), scale = Reveal.getScale();
+  Reveal.slide(h, v, 99);
+  const {top, left} = document.querySelector(".slides").getBoundingClientRect();
+  const parts = [...slide.querySelectorAll("*")].filter((part) => part.getBoundingClientRect().width);
+  const words = parts.filter((part) => !part.children.length && part.textContent.trim());
+  return {kinds: [...slide.querySelectorAll(".block")].map((block) => block.classList[1]),
+    letters: Math.min(99, ...words.map((part) => parseFloat(getComputedStyle(part).fontSize))),
+    over: parts.filter((part) => { const box = part.getBoundingClientRect();
+      return box.bottom > top + 720 * scale + 1 || box.right > left + 1280 * scale + 1; }).length};
+})"""
 
 
 @pytest.fixture(scope="module")
@@ -145,3 +163,54 @@ def test_a_learner_joins_by_a_line_until_the_end(port: int, room: Classroom, tmp
         check.all_gather_seconds(right)
     threading.Event().wait(0.1)
     assert "all_gather" not in json.dumps(room.learners) and "2.0" not in json.dumps(room.learners)
+
+
+def test_key_has_solutions_and_the_mistakes_seen_most_first(tmp_path: Path):
+    graded = {"rows": [{"notebook": "02_collectives", "checks": [
+        {"name": "check_ring_shift", "passed": passed, "hint": hint} for passed, hint in (
+            (True, ""), (False, "value"), (False, "empty"), (False, ""))]}]}
+    told = {"learners": {"w": {"name": "Ada", "said": {}, "checks": {"collectives.ring_shift": {"hang": 2, "": 1}}}}}
+    for name, data in (("grades", graded), ("class", told)):
+        (tmp_path / name).write_text(json.dumps(data))
+    text = key.write(ROOT, "02", tmp_path, [tmp_path / "grades", tmp_path / "class"]).read_text()
+    (part,) = re.findall(r"`check.ring_shift`: 2 have passed\..*?(?=\n## |\Z)", text, re.DOTALL)
+    rows = re.findall(r"^\| (\d*) \| ([\w-]+) \| .+ \|$", part, re.MULTILINE)
+    assert rows[:2] == [("2", "hang"), ("1", "value")] and len(rows) >= 7 and "empty" not in dict(rows)
+    assert "def ring_shift" in part and "SOLUTION" not in text
+    assert "**Exercise" not in text and text.count("```python") == 6
+    with pytest.raises(ToolError, match="no exercises"):
+        key.write(ROOT, "00", tmp_path)
+
+
+def test_room_is_told_what_the_guide_says():
+    """The figures are those of docs/teaching.md and docs/instructor.md."""
+    guide, day = ((ROOT / "docs" / name).read_text() for name in ("teaching.md", "instructor.md"))
+    fits, told = rooms.needs(30, 64, 16)
+    assert fits and "70 GB with three open lessons" in told[0] and "about 70 GB" in guide
+    for figure in (rooms.RUNS, rooms.HAS_RUN, rooms.ENDED):
+        assert f"| {figure:g} GB |" in guide
+    assert f"{rooms.LAB:g} GB" in guide and f"{rooms.SEED:g} GB" in guide and f"to {rooms.SLOWEST} s on 2 cores" in day
+    assert not rooms.needs(30, 24, 2)[0]
+
+
+def test_slides_ask_first_and_stay_on_their_slides(tmp_path: Path):
+    from playwright.sync_api import sync_playwright
+
+    executable = chromium() or missing("Chromium")
+    (deck,) = slides.write(ROOT, "02", tmp_path)
+    text = deck.read_text(encoding="utf-8")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+        page = browser.new_context(viewport={"width": 1280, "height": 720}, offline=True).new_page()
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(deck.as_uri())
+        page.wait_for_function("window.Reveal && Reveal.isReady()")
+        seen = page.evaluate(SEEN)
+        browser.close()
+    assert [url for url in asked if not url.startswith("data:")] == [deck.as_uri()]
+    assert len(seen) > 40 and not [slide for slide in seen if slide["over"] or slide["letters"] < 15]
+    asks = [at for at, slide in enumerate(seen) if "ask" in slide["kinds"]]
+    assert len(asks) >= 6 and all(seen[at]["kinds"][-1] == "ask" for at in asks)
+    assert all("answer" not in seen[at]["kinds"][seen[at]["kinds"].index("ask"):] for at in asks)
+    assert "sent.compare(" not in text and ">Compare<" not in text  # folded code, and the fold itself
