@@ -23,23 +23,25 @@ GAPS = (0, 1, 3, 7, 21, 60)  # days until a question comes again, by how often i
 SAID = ("all of the points", "some of them", "none yet")
 
 
-def review(count: int = 10, topic: str = "", lesson: str = "", seed: int = 1) -> None:
+def review(count: int = 10, topic: str = "", lesson: str = "", until: str = "99", seed: int = 1) -> None:
     """Ask so many questions: first those that are due again, then new ones, of all topics in turn.
 
     Parameters
     ----------
     topic, lesson : str
         Only questions of this topic of `QUESTIONS`, or of this lesson, such as "06".
+    until : str
+        The last lesson that may be asked about.
     seed : int
         Chooses the order of new questions, and the numbers in all of them.
     """
-    for row in _chosen(QUESTIONS, count, topic, lesson, seed):
+    for row in _chosen(QUESTIONS, count, topic, lesson, until, seed):
         _show(Box(row, row.drawn(random.Random(f"{seed} {row.key} {_record(row.key).get('times', 0)}"))))
 
 
-def say_aloud(count: int = 3, topic: str = "", seed: int = 1) -> None:
+def say_aloud(count: int = 3, topic: str = "", until: str = "99", seed: int = 1) -> None:
     """Ask so many questions that are to be answered aloud; the points of a strong answer are in a fold."""
-    for row in _chosen(SPOKEN, count, topic, "", seed):
+    for row in _chosen(SPOKEN, count, topic, "", until, seed):
         _show(Box(row))
 
 
@@ -67,7 +69,7 @@ def _due(key: str) -> date | None:
     return record and date.fromisoformat(record["on"]) + timedelta(GAPS[min(record["right"], len(GAPS) - 1)]) or None
 
 
-def _chosen(topics: Mapping[str, Sequence], count: int, topic: str, lesson: str, seed: int) -> list:
+def _chosen(topics: Mapping[str, Sequence], count: int, topic: str, lesson: str, until: str, seed: int) -> list:
     """The rows to ask now; prints how many of them come again."""
     if topic and topic not in topics:
         raise ValueError(f"there is no topic {topic!r}; there are {', '.join(topics)}")
@@ -75,9 +77,9 @@ def _chosen(topics: Mapping[str, Sequence], count: int, topic: str, lesson: str,
     mixed = [draw.sample(rows, len(rows)) for name, rows in topics.items() if topic in ("", name)]
     draw.shuffle(mixed)
     turns = itertools.zip_longest(*mixed)  # one question of each topic, then the next of each
-    rows = [row for turn in turns for row in turn if row and row.place.startswith(lesson)]
+    rows = [row for turn in turns for row in turn if row and row.place.startswith(lesson) and row.place[:2] <= until]
     if not rows:
-        raise ValueError(f"no question is about lesson {lesson!r}; write it with two digits, such as '06'")
+        raise ValueError("there is no such question; a lesson is named by two digits, such as '06'")
     due = {row.key: day for row in rows if (day := _due(row.key))}
     again = sorted((row for row in rows if due.get(row.key, date.max) <= date.today()), key=lambda row: due[row.key])
     new = [row for row in rows if row.key not in due]

@@ -39,6 +39,7 @@
 from lessons.review.ask import QUESTIONS, SPOKEN, interview, review, say_aloud
 from lessons.review.progress import progress
 
+until = "17"  # the last lesson that you have read
 seed = 1  # another number: other questions first, with other numbers in them
 
 # %% [markdown]
@@ -47,7 +48,7 @@ seed = 1  # another number: other questions first, with other numbers in them
 # Those that are due come first, then new ones, of all topics in turn. Run the cell again for ten more.
 
 # %%
-review(10, seed=seed)
+review(10, until=until, seed=seed)
 
 # %% [markdown]
 # ## 2. One topic, or one lesson
@@ -73,7 +74,7 @@ review(5, topic="Memory", seed=seed)
 
 # %%
 print(", ".join(SPOKEN))
-say_aloud(3, seed=seed)
+say_aloud(3, until=until, seed=seed)
 
 # %% [markdown]
 # ## 4. A mock interview

@@ -199,7 +199,7 @@ def test_choices_agree_with_the_exercises_that_they_are_taken_from():
 def test_what_was_wrong_comes_again_and_what_was_right_later(tmp_path, monkeypatch, capsys):
     (tmp_path / ".course.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
-    first, second, third = (row.key for row in ask._chosen(QUESTIONS, 3, "", "", 1))
+    first, second, third = (row.key for row in ask._chosen(QUESTIONS, 3, "", "", "17", 1))
 
     def answer(key: str, right: bool) -> str:
         box = Box(ROWS[key], ROWS[key].drawn(random.Random(0)))
@@ -207,7 +207,7 @@ def test_what_was_wrong_comes_again_and_what_was_right_later(tmp_path, monkeypat
         return box.say(box.asked.answer if right else other)
 
     assert answer(first, True).startswith("<b>Right.") and answer(second, False).startswith("<b>Not yet.")
-    assert [row.key for row in ask._chosen(QUESTIONS, 2, "", "", 1)] == [second, third]
+    assert [row.key for row in ask._chosen(QUESTIONS, 2, "", "", "17", 1)] == [second, third]
 
     def days_later(days: int):
         class Later(date):
@@ -217,7 +217,7 @@ def test_what_was_wrong_comes_again_and_what_was_right_later(tmp_path, monkeypat
         monkeypatch.setattr(ask, "date", Later)
 
     days_later(1)
-    assert {row.key for row in ask._chosen(QUESTIONS, 2, "", "", 1)} == {first, second}
+    assert {row.key for row in ask._chosen(QUESTIONS, 2, "", "", "17", 1)} == {first, second}
     answer(first, True)
     assert ask.known([ROWS[first], ROWS[second]]) == 1
     kept = json.loads((tmp_path / "predictions.json").read_text())[f"review: {first}"]
