@@ -1023,8 +1023,8 @@ assert refused < 0.03 * len(replays) and caught > len(failed) / 2
 # %% [markdown] tags=["deeper"]
 # The 101 other peaks are those of seven projects. With FSDP or tensor parallelism they are met within 6 % in the
 # median. (KempnerForge adds up gradients of micro-batches whole, in fp32: 71 GB of a 70B model with TP 4. A layout says
-# that by `no_sync=True`.) In a pipeline a plan is up to 23 % too low for nanotron's code, and up to 25 % too high for
-# Megatron-LM's. With experts one is 39 % too low.
+# that by `no_sync=True`.) In a pipeline a plan is up to 10 % too high for nanotron's code, if the layout spells out its
+# uneven stages, and up to 25 % for Megatron-LM's. With experts one is 39 % too low.
 #
 # The layouts are those of Llama 13B, 30B and 65B on 32 to 256 A100s that [Hagemann et al.
 # 2023](https://arxiv.org/abs/2311.05610) tried; 415 of 694 ran out of memory (*recorded*). One number is fitted to

@@ -150,7 +150,8 @@ def layouts_measured(unit: str) -> tuple[Tried, ...]:
             model, machine = TransformerConfig(**shape, context=row["length"]), cluster(kinds[row["gpu"]], row["gpus"])
             per_node = stored["sources"][row["source"]].get("per_node", machine.per_node)
             machine = replace(machine, per_node=min(per_node, machine.gpus))
-            layout = Layout(**row["layout"], unequal_stages=True, copied_kv=True)
+            one = {name: tuple(of) if isinstance(of, list) else of for name, of in row["layout"].items()}
+            layout = Layout(**{"unequal_stages": True, "copied_kv": True, **one})
             found.append(Tried(model, machine, layout, row["batch"], unit, row["value"], row["where"]))
     return tuple(found)
 
@@ -180,8 +181,7 @@ def fit(
         slopes = [(errors(values * moved) - here) / 0.01 for moved in 1 + 0.01 * np.eye(len(names))]
         change = np.linalg.lstsq(np.stack(slopes, axis=1), -here, rcond=None)[0]
         values = np.clip(values * np.exp(np.clip(change, -0.5, 0.5)), 1e-4, 1.5)
-    odd = {name: f"{value:.3g}" for name, value in zip(names, values, strict=True) if not 0.05 < value < 1.2}
-    if odd:
+    if odd := {name: f"{value:.3g}" for name, value in zip(names, values, strict=True) if not 0.05 < value < 1.2}:
         told = " and ".join(f"{name} {value}" for name, value in odd.items())
         raise ValueError(f"no share explains these steps: {told}; look for what else takes their time")
     return constants(values)

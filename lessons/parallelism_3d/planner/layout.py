@@ -40,7 +40,7 @@ class Layout:
       of them reduce gradients among each other once a step. 1: among all.
     - ep: ranks among which experts are divided, out of the tensor, context and data ranks.
     - expert_tp: ranks among which each expert's matrices are divided besides; 0: as many as `tp`.
-    - unequal_stages: whether stages may have unequal numbers of layers (`chunks`), where layers do not divide.
+    - unequal_stages: whether stages may have unequal numbers of layers (`chunks`), or the layers of each chunk in turn.
     - copied_kv: whether tensor ranks beyond the key-value heads hold copies of them.
     - order: dimensions in which ranks are numbered, the closest first. Megatron-LM and torchtitan have the pipeline
       outermost, so that experts and gathers stay near, Llama 3 its data ranks (arXiv 2407.21783, section 3.3.2).
@@ -74,7 +74,7 @@ class Layout:
     replicas: int = 1
     ep: int = 1
     expert_tp: int = 0
-    unequal_stages: bool = False
+    unequal_stages: bool | tuple[int, ...] = False
     copied_kv: bool = False
     order: str = "tp-cp-dp-pp"
     loss_pieces: int = 1
@@ -138,9 +138,11 @@ def kv_on_rank(model: TransformerConfig, tp: int) -> float:
 
 
 @cache
-def chunks(model: TransformerConfig, parts: int, unequal: bool = False) -> tuple[int, ...] | None:
+def chunks(model: TransformerConfig, parts: int, unequal: bool | tuple[int, ...] = False) -> tuple[int, ...] | None:
     """Layers in each of `parts` chunks, in order; None if they do not divide, even with embedding and head as a layer
     each. If `unequal`, what is left goes to the first, as in torchtitan's `generate_llm_fqn_per_model_part`."""
+    if isinstance(unequal, tuple):
+        return unequal if len(unequal) == parts and sum(unequal) == model.layers else None
     if model.layers % parts == 0:
         return (model.layers // parts,) * parts
     size, rest = divmod(model.layers + 2, parts)

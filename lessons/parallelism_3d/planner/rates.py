@@ -43,8 +43,7 @@ _TILES = ((256, 128, 1.0), (128, 128, 0.9), (128, 64, 0.75))
 #: Seconds that a hop of a ring adds in a node to a message large enough for the full bandwidth, by architecture.
 #: Measured: all-reduces of 16 to 64 MiB by eight A100s take longer than their bytes at 0.8 of the link by 12 us for
 #: each of 14 hops, the median of nine (`recorded.A100_ALL_REDUCE`, `recorded.OTHER_A100_ALL_REDUCE`); one of 16 MiB by
-#: eight H200s than at the bandwidth of the largest by 4.3 us (`recorded.H200_ALL_REDUCE`). NCCL's own 3.4 us is for
-#: short ones.
+#: eight H200s than at the bandwidth of the largest by 4.3 us (`recorded.H200_ALL_REDUCE`).
 HOP: Mapping[str, float] = {"Ampere": 12e-6, "Hopper": 4.3e-6, "Blackwell": 4.3e-6}
 
 #: Bytes that converting an element to FP8 passes: read for the largest value and read again, written as it is and
