@@ -217,18 +217,22 @@ def _together(items: dict[int, str | dict]) -> list[tuple[str, str | dict]]:
     """What several ranks have printed, equal things once, with whose they are; of one progress bar the slowest's."""
     groups: dict = {}
     for rank, item in items.items():
-        bar = _BAR.match(item) if isinstance(item, str) and "%|" in item else None
-        key = bar.group(1, 3) if bar else item if isinstance(item, str) else json.dumps(item)
-        groups.setdefault(key, {})[rank] = (_speed(bar) if bar else (), item)
+        key = item if isinstance(item, str) else json.dumps(item)
+        if "%|" in key and (bar := _BAR.match(key)):
+            key = bar.group(1, 3)
+        groups.setdefault(key, {})[rank] = item
     told = []
-    for having in groups.values():
-        slowest = min(having, key=lambda rank, having=having: having[rank][0])
-        speeds = {speed for speed, _ in having.values()}
-        told.append((rank_label([*having]) + f", slowest {slowest}" * (len(speeds) > 1), having[slowest][1]))
+    for key, having in groups.items():
+        first, label = next(iter(having)), rank_label([*having])
+        if isinstance(key, tuple) and len({*having.values()}) > 1:
+            first = min(having, key=lambda rank, having=having: _speed(having[rank]))
+            label += f", slowest {first}"
+        told.append((label, having[first]))
     return told
 
 
-def _speed(bar: re.Match[str]) -> tuple[float, float]:
+def _speed(text: str) -> tuple[float, float]:
     """How far a bar is, and how fast; ``2.00s/it`` is a rate upside down."""
-    rate = float(bar[4] or "inf")
-    return float(bar[2]), 1 / rate if rate and (bar[5] or "").startswith("s/") else rate
+    percent, rate, unit = _BAR.match(text).group(2, 4, 5)
+    each = float(rate or "inf")
+    return float(percent), 1 / each if each and (unit or "").startswith("s/") else each
