@@ -158,7 +158,20 @@ def test_plan_fills_its_time_and_no_block_is_too_short(title: str, hours: int):
             needed = selection(what) * (1.0 if what.startswith("exercises") else 1.1)
             assert int(minutes) >= needed, f"{what}: {needed:.0f} minutes"
     assert {"arrive", "break", "end"} <= {row[1] for row in rows}
+    stretches = " ".join("|" if row[1] in ("break", "lunch") else row[0] for row in rows).split("|")
+    assert max(sum(map(int, stretch.split())) for stretch in stretches) <= 90  # nobody sits longer without a break
     assert any(row[1].startswith("exercises") for row in rows)
+
+
+def test_term_fits_its_weeks():
+    """A class has ten minutes of 90 for questions and a tenth more than the clock, and what is at home two hours."""
+    rows = re.findall(r"^\| (\d+) \| (class|home) \| (.+?) \|", GUIDE, re.MULTILINE)
+    assert [row[:2] for row in rows] == [(f"{week}", where) for week in range(1, 13) for where in ("class", "home")]
+    for _, where, what in rows:
+        parts = [(1.1 if where == "class" and part[0] != "e" else 1) * selection(part) for part in what.split("; ")]
+        assert sum(parts) <= (80 if where == "class" else 120), what
+    taken = re.findall(r"(?:\| |; )(?:exercises )?(\d\d)\b", "".join(f"| {row[2]}" for row in rows))
+    assert {f"{number:02}" for number in range(18)} <= {*taken}
 
 
 PATHS = re.findall(r"^## (.*): (\d+) weeks of (\d+) hours\n(?:[^#|]*\n)((?:\|.*\n)+)",
