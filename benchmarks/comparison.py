@@ -130,6 +130,7 @@ class Tool:
     setup : cells to run before the first call: imports, definitions, starting of engines.
     call : a cell that runs the named workload function on every rank and shows the results.
     loop : the same as a statement, to be timed inside the kernel.
+    proxy : the module that is the kernel where ranks are kernels; a call is a cell, timed with its way there and back.
     """
 
     name: str
@@ -140,6 +141,7 @@ class Tool:
     loop: Callable[[str, Setting], str] | None = None
     starts_ranks_in_setup: bool = False
     note: str = ""
+    proxy: str = ""
 
     def timed(self, name: str, setting: Setting) -> str:
         return (self.loop or self.call)(name, setting)
@@ -265,6 +267,21 @@ elastic = Tool(
     note="start_method='fork', so that functions may come from cells",
 )
 
+jupyter_distributed = Tool(
+    "jupyter-distributed",
+    True,
+    ("jupyter-distributed==0.1.1",),
+    lambda s: [
+        WORKLOAD + "\nfrom datetime import timedelta\n"
+        f"dist.init_process_group('gloo', timeout=timedelta(seconds={s.limit}))"
+    ],
+    lambda name, s: f"{name}()",
+    starts_ranks_in_setup=True,
+    note="the ranks are the kernel: they start with it, before the clock of a first result; a call is timed as a cell, "
+    "with its way there and back",
+    proxy="jupyter_distributed.kernel",
+)
+
 TOOLS = {
     "course": course,
     "ipyparallel": ipyparallel,
@@ -273,6 +290,7 @@ TOOLS = {
     "elastic": elastic,
     "torchrunx": torchrunx,
     "spawn": spawn,
+    "jupyter-distributed": jupyter_distributed,
 }
 
 
@@ -344,11 +362,13 @@ class Cell:
 class Kernel:
     """One running kernel. `marks` is a folder that its ranks write into."""
 
-    def __init__(self, python: Path, folder: Path):
+    def __init__(self, tool: Tool, python: Path, ranks: int, folder: Path):
         spec = folder / "specs" / "bench"
         spec.mkdir(parents=True)
-        argv = [str(python), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-        (spec / "kernel.json").write_text(json.dumps({"argv": argv, "display_name": "bench", "language": "python"}))
+        argv = [str(python), "-m", tool.proxy or "ipykernel_launcher", "-f", "{connection_file}"]
+        described = {"argv": argv, "display_name": "bench", "language": "python"}
+        described |= {"interrupt_mode": "message"} if tool.proxy else {}
+        (spec / "kernel.json").write_text(json.dumps(described))
         self.marks = folder / "marks"
         self.marks.mkdir()
         self.token = uuid.uuid4().hex
@@ -359,6 +379,7 @@ class Kernel:
             "PATH": f"{python.parent}{os.pathsep}{env.get('PATH', '')}",
             "IPYTHONDIR": str(folder / "ipython"),
             "OMP_NUM_THREADS": "1",
+            "JUPYTER_DISTRIBUTED_WORLD_SIZE": str(ranks),  # what its server extension sets
         }
         specs = KernelSpecManager(kernel_dirs=[str(folder / "specs")], ensure_native_kernel=False)
         self.manager = KernelManager(kernel_name="bench", kernel_spec_manager=specs)
@@ -387,7 +408,7 @@ class Kernel:
             kind, content = message["msg_type"], message["content"]
             if kind == "stream":
                 texts.append(content["text"])
-            elif kind in ("execute_result", "display_data"):
+            elif kind in ("execute_result", "display_data", "update_display_data"):
                 texts.append(content["data"].get("text/plain", "") + "\n")
             elif kind == "error":
                 failed = True
@@ -452,12 +473,12 @@ class Kernel:
 
 
 @contextmanager
-def kernel(python: Path):
+def kernel(tool: Tool, python: Path, ranks: int):
     """A fresh kernel in a folder of its own; afterwards nothing of it is left."""
     folder = Path(tempfile.mkdtemp(prefix="bench-"))
     running = None
     try:
-        running = Kernel(python, folder)
+        running = Kernel(tool, python, ranks, folder)
         yield running
     finally:
         if running is not None:
@@ -525,7 +546,7 @@ def must(cell: Cell, what: str, ranks: int = 0) -> Cell:
 def first_result_cold(tool: Tool, python: Path, ranks: int) -> float:
     """Seconds from an idle, empty kernel to the result: imports, starting and the first all-reduce."""
     s = setting(ranks)
-    with kernel(python) as k:
+    with kernel(tool, python, ranks) as k:
         return must(k.run(*tool.setup(s), tool.call("allreduce", s), limit=SETUP_LIMIT), "first result", ranks).seconds
 
 
@@ -537,7 +558,7 @@ def ready(k: Kernel, tool: Tool, s: Setting, effort: Effort) -> None:
 def first_result_ready(tool: Tool, python: Path, ranks: int, effort: Effort) -> float:
     """Seconds to the first result once all that can be done before it has been done."""
     s = setting(ranks)
-    with kernel(python) as k:
+    with kernel(tool, python, ranks) as k:
         ready(k, tool, s, effort)
         return must(k.run(tool.call("allreduce", s), limit=CALL_LIMIT), "first result", ranks).seconds
 
@@ -545,7 +566,7 @@ def first_result_ready(tool: Tool, python: Path, ranks: int, effort: Effort) -> 
 def warm_calls(tool: Tool, python: Path, ranks: int, effort: Effort) -> dict:
     """Median time of further calls, taken in the kernel; memory of a rank; then the idle kernel is killed."""
     s = setting(ranks)
-    with kernel(python) as k:
+    with kernel(tool, python, ranks) as k:
         ready(k, tool, s, effort)
         must(k.run(tool.call("allreduce", s), limit=CALL_LIMIT), "first result", ranks)
         must(k.run(tool.call("memory", s), limit=CALL_LIMIT), "memory", ranks)
@@ -561,8 +582,11 @@ def warm_calls(tool: Tool, python: Path, ranks: int, effort: Effort) -> dict:
             "    _times.append(_time.perf_counter() - _start)\n"
             "open('times.txt', 'w').write(' '.join(map(str, [_failed, *_times])));"
         )
-        must(k.run(loop, limit=effort.warm_seconds + 4 * CALL_LIMIT), "further calls")
-        failed, *times = map(float, (k.marks.parent / "times.txt").read_text().split())
+        if tool.proxy:
+            failed, times = 0, cells_timed(k, tool.call("allreduce", s), ranks, effort)
+        else:
+            must(k.run(loop, limit=effort.warm_seconds + 4 * CALL_LIMIT), "further calls")
+            failed, *times = map(float, (k.marks.parent / "times.txt").read_text().split())
         left = killed(k)
     return {
         "warm_s": statistics.median(times) if times else None,
@@ -572,6 +596,14 @@ def warm_calls(tool: Tool, python: Path, ranks: int, effort: Effort) -> dict:
         "private_per_rank_MB": statistics.mean(private for _, private in memory) * 1024 / MEGA,
         "kernel_killed_idle": left,
     }
+
+
+def cells_timed(k: Kernel, call: str, ranks: int, effort: Effort) -> list[float]:
+    """Seconds of a cell that calls, again and again."""
+    times, end = [], time.monotonic() + effort.warm_seconds
+    while len(times) < 3 or (len(times) < effort.warm_calls and time.monotonic() < end):
+        times.append(must(k.run(call, limit=CALL_LIMIT), "further call", ranks).seconds)
+    return times
 
 
 def killed(k: Kernel) -> dict:
@@ -586,7 +618,7 @@ def killed(k: Kernel) -> dict:
 def kernel_killed(tool: Tool, python: Path, ranks: int, effort: Effort) -> dict:
     """Memory of all processes together; then the kernel gets SIGKILL in the middle of a call."""
     s = setting(ranks)
-    with kernel(python) as k:
+    with kernel(tool, python, ranks) as k:
         empty = total_pss(k)
         ready(k, tool, s, effort)
         without_ranks = empty if tool.starts_ranks_in_setup else total_pss(k)
@@ -620,7 +652,7 @@ def failure(kind: str, tool: Tool, python: Path, ranks: int, effort: Effort) -> 
     """
     s = setting(ranks, effort.hang_limit if kind == "hang" else TOOL_LIMIT)
     odd = ranks // 2
-    with kernel(python) as k:
+    with kernel(tool, python, ranks) as k:
         ready(k, tool, s, effort)
         must(k.run(tool.call("allreduce", s), limit=CALL_LIMIT), "the call before the event", ranks)
         request = k.start(tool.call(WORKLOAD_OF[kind], s))

@@ -101,8 +101,8 @@ def launch(
     on : {"ray", "here"}, optional
         With ``"ray"`` the ranks run on the nodes of a Ray cluster that there is, found by ``RAY_ADDRESS`` or on this
         machine: one CPU a rank, with NCCL one GPU, as few nodes as possible, LOCAL_RANK and the like as ``torchrun``
-        sets them. They keep their places while they are warm. Default: environment variable ``COURSE_ON``, else the
-        notebook's own machine. ``hosts``, ``verify`` and ``%%ranks`` are only there.
+        sets them, 4 ranks if nothing says how many. They keep their places while they are warm. Default: environment
+        variable ``COURSE_ON``, else the notebook's own machine. ``hosts``, ``verify`` and ``%%ranks`` are only there.
 
     ``breakpoint()`` and ``input()`` ask in the cell's prompt too, which names the rank. No time-out runs meanwhile; the
     stop button ends the call.
@@ -168,6 +168,8 @@ def run(
             raise errors.refusal(TypeError, f"{name} is True or False, not {value!r}")
     asked = {name: value for name, value in (hosts or {}).items() if value is not None}
     cluster = cluster_ranks(on, [*asked, *["verify"] * flags.get("verify", False)])
+    if cluster and world_size is None and not os.environ.get("COURSE_WORLD_SIZE"):
+        world_size = _DEFAULT_WORLD_SIZE  # a cluster's GPUs are not all for one notebook
     world_size, backend = settle(world_size, backend or "gloo" if asked else backend, cluster and cluster.gpu_count())
     try:
         plan = _plan_of_hosts(asked, world_size, backend) if asked else None
