@@ -100,11 +100,10 @@ figures.batch_curves(lambda batch: step_times(llama, h200, batch, 1500), reached
 # *The figure: tokens a second of all sequences over the batch, 1 to 1,024, for Llama 3 8B on an H200 with 1,500 tokens
 # each. Both curves (modelled) rise with the batch, then bend as the cache of the batch becomes larger than the weights.
 # One takes the data sheet's rates, the lower one those that one H200 reached: 2.5 TB/s for a matrix times a vector, 769
-# TFLOP/s for a large product (recorded, `gpu-check`). The dots are [NVIDIA's][nim] (recorded: a fine-tuned Llama 3.1 8B
-# in bf16 on a GH200, 1,000 tokens in and out), within a tenth of the lower curve at 1 and at 100 requests. At 250 the
-# server makes no more than at 100; why, the page does not say.*
-#
-# [nim]: https://docs.nvidia.com/nim/llama-3-1-nemotron-safety-guard-8b/performance.md
+# TFLOP/s for a large product (recorded, `gpu-check`). The dots are
+# [NVIDIA's](https://docs.nvidia.com/nim/llama-3-1-nemotron-safety-guard-8b/performance.md) (recorded: a fine-tuned
+# Llama 3.1 8B in bf16 on a GH200, 1,000 tokens in and out), within a tenth of the lower curve at 1 and at 100 requests.
+# At 250 the server makes no more than at 100; why, the page does not say.*
 #
 # ## 2. The cache decides how many
 #
@@ -141,8 +140,7 @@ sequences.compare(fit)
 #
 # Tensor parallelism (lesson 09) gives each of t GPUs 1/t of every matrix, and of the heads with their cache. So each
 # reads 1/t of the bytes, and that is the way to make one reader's tokens come faster. The price is two all-reduces in
-# each layer, one after attention and one after the MLP, of b · h numbers, where h is the width. In training b · h had
-# thousands of tokens. In decode it is tiny.
+# each layer, one after attention and one after the MLP, of b · h numbers, where h is the width. In decode b is small.
 #
 # The engine of this lesson does so with the course's GPT, in float64, so that rounding cannot change what it chooses.
 # The weights are random: the text has no sense, but every mistake shows in the next token.
@@ -518,10 +516,11 @@ grows.compare("first token")
 # %% tags=["deeper"]
 def eight_gpus(stages, shared, batch=64, length=2000):
     """Milliseconds to the first token and between tokens, and tokens/s, of Llama 3 70B."""
-    copies, messages = 8 // (stages * shared), 2 * large.layers * 7e-6 * (shared > 1)
-    one = max(step_times(large, h100, batch // copies // stages, length))  # through all layers
-    between = one / shared + messages
-    first = step_times(large, h100, 1, length / 2, length)[0] / shared + messages
+    at_once = batch * shared // 8  # of each copy and stage
+    between = max(step_times(large, h100, at_once, length)) / shared  # through all layers
+    between += helpers.all_reduces(large, shared, at_once)
+    first = step_times(large, h100, 1, length / 2, length)[0] / shared
+    first += helpers.all_reduces(large, shared, length)
     return 1e3 * first, 1e3 * between, batch / between
 
 
@@ -531,8 +530,8 @@ for stages, shared in ((1, 8), (8, 1), (4, 2), (1, 4)):
     print(f"{name}: first token {first:3.0f} ms, then {between:4.1f} each, {rate:5,.0f} tokens/s")
 
 # %% [markdown] tags=["deeper"]
-# All *modelled*. For these 64 readers TP 8 is best, as long as its messages cost 7 µs and its cache divides. With as
-# many readers as fit it need not be: in exercise 5 two copies with TP 4 make more tokens, a small model wants eight.
+# All *modelled*. For these 64 readers TP 8 is best, though messages, large in prefill, take 27 of 62 ms. With as many
+# readers as fit two copies with TP 4 may make more tokens, and a small model may want eight (exercise 5).
 #
 # A mixture of **experts** has one more reason to spread. Of 256 experts a token goes to 8, so each expert sees few
 # tokens, and its weights are read for these few. DeepSeek runs decode on 144 GPUs, with 32 experts doubled, and reports
@@ -655,9 +654,8 @@ for name, millions, drafted, alpha, measured in helpers.MEASURED["speculated"]["
 #
 # ## 11. Who is told what: three patients · deeper
 #
-# Three public threads became patients for the clinic of lesson 14: short programs in which ranks or requests share what
-# they should not, or do not share what they should. The first one comes from SGLang
-# ([#27221](https://github.com/sgl-project/sglang/issues/27221)):
+# Three public threads became patients for the clinic of lesson 14: short programs in which ranks or requests share too
+# much, or too little. The first comes from SGLang ([#27221](https://github.com/sgl-project/sglang/issues/27221)):
 
 # %% tags=["deeper"]
 patient = helpers.servers.clinic()[1]
@@ -688,7 +686,7 @@ cured
 #
 # TensorRT-LLM publishes throughput at full load. Can we predict it? Memory says how many sequences run, `step_times`
 # how long a step takes, the messages of a large batch come to it, and prefill takes its share. We allow 73 % of FLOP/s
-# (a product in FP8) and 52 % of bytes/s, as one H200 reached (*recorded*), 90 % of the memory, and 450 GB/s of NVLink.
+# (a product in FP8) and 52 % of bytes/s, as one H200 reached (*recorded*), 90 % of the memory, and 80 % of NVLink.
 
 
 # %% tags=["deeper"]
@@ -697,9 +695,9 @@ def at_full_load(shape, gpu, gpus, prompt, new):
     middle, room = prompt + new / 2, 0.9 * gpus * gpu.memory_bytes - shape.parameter_count
     batch = int(room // (middle * cache_bytes(shape, 1)))
     computing, reading = step_times(shape, gpu, batch, middle, element=1)
-    message = 2 * (gpus - 1) / gpus * batch * 2 * shape.hidden / 450e9
-    step = max(computing / 0.73, reading / 0.52) / gpus + 2 * shape.layers * message
-    prefill = step_times(shape, gpu, 1, prompt / 2, prompt, element=1)[0] / 0.73 / gpus
+    step = max(computing / 0.73, reading / 0.52) / gpus + helpers.all_reduces(shape, gpus, batch)
+    computing = step_times(shape, gpu, 1, prompt / 2, prompt, element=1)[0]
+    prefill = computing / 0.73 / gpus + helpers.all_reduces(shape, gpus, prompt)
     return batch, batch * new / (new * step + batch * prefill)
 
 
@@ -710,9 +708,8 @@ for name, gpu, gpus, prompt, new, published in helpers.MEASURED["full load"]["ro
 
 # %% [markdown] tags=["deeper"]
 # On one or two GPUs we are off by a third at most: too low where sequences are long, too high where they are short and
-# batches large, and where what we leave out may count: sampling, the scheduler, small kernels. On eight GPUs we are too
-# high by 1.6 to 1.9 times, and do not know why: our messages are free of latency and run at the data sheet's rate. A
-# formula tells what is *possible* and which limit is near; what you get, you measure.
+# batches large, and where what we leave out may count: sampling, the scheduler, small kernels. On eight GPUs we are 1.2
+# to 1.6 times too high, and do not know why. A formula tells what is *possible*, and which limit is near. Then measure.
 #
 # What does a token cost? DeepSeek's 14,800 a second from eight GPUs, for which it assumes 2 dollars an hour each, make
 # 8 · 2 / 3600 / 14,800 = 0.30 dollars for a million tokens of output. Prefill and idle nodes come to it.
@@ -767,21 +764,18 @@ predictions()
 #
 # 1. A GPU with twice the FLOP/s and the same memory: what changes for a chat with few readers?
 # 2. You double the GPUs that share a model with 8 KV heads from 8 to 16. How many more sequences fit?
-# 3. Under load one rank ends with an index error, always the same. What do you compare between ranks?
-# 4. Two users with the same instructions get wrong text after a third has cancelled. What is not counted?
+# 3. The first token is late, and no request waits. What can you change?
 #
 # <details><summary>Answers</summary>
 #
 # 1. Prefill takes half as long, and decode as long as before (section 1).
 # 2. Only as many as the smaller share of the weights makes room for: each KV head lies on two GPUs then (section 4).
-# 3. The number of blocks, which each may have counted for itself (exercise 6).
-# 4. The users of a block (section 5, exercise 6).
+# 3. What the prompt costs: a prefix cache, a larger budget, more GPUs that share layers, or prefill apart (section 7).
 # </details>
 #
 # **Exercises:** [exercises/17_serving](../exercises/17_serving_exercises.ipynb).
 #
 # **Worth reading**
-# - W. Kwon et al., [Efficient Memory Management for LLM Serving with PagedAttention](https://arxiv.org/abs/2309.06180),
-#   2023: blocks and tables.
+# - W. Kwon et al., [PagedAttention](https://arxiv.org/abs/2309.06180), 2023: blocks and tables.
 # - A. Agrawal et al., [Sarathi-Serve](https://arxiv.org/abs/2403.02310), 2024: prompts in pieces.
 # - Y. Zhong et al., [DistServe](https://arxiv.org/abs/2401.09670), 2024: prefill and decode apart, and goodput.
