@@ -24,7 +24,7 @@ RANKS = (
        "(n + 1) / 2": "The default operation is the sum; a mean has to be asked for.",
        "n * (n - 1) / 2": "You added the rank numbers; each rank holds one more."},
       "All-reduce leaves the sum of all tensors on every rank."),
-    Q("who waits", "00.6", "Of {n} ranks {who} the all-reduce, and the others return. How many ranks wait?",
+    Q("who waits", "00.6", "Of {n} ranks, {who} the all-reduce; the rest return. How many ranks wait?",
       {"n": (4, 8, 16), "who": ("only rank 0 calls", "all but the last rank call")}, "1 if 'only' in who else n - 1",
       "ranks",
       {"n": "A rank that has returned does not wait, and never notices anything.",
@@ -115,13 +115,13 @@ COLLECTIVES = (
 )
 LINKS = (
     Q("both directions", "01.1", "A data sheet says {x} GB/s of NVLink for a GPU. How many ms do {S} GB take from "
-      "this GPU to another, at least?", {"x": (600, 900, 1800), "S": (9, 18)},
+      "this GPU to another at least?", {"x": (600, 900, 1800), "S": (9, 18)},
       "a02.all_gather_seconds(S * 1e9, 2, x) * 1e3", "ms",
       {"S / x * 1e3": "Data sheets of NVLink add both directions; a message goes one way.",
        "S * 8 / x * 1e3": "NVLink is given in bytes; networks are given in bits."},
       "Half of the printed figure is what one direction carries.", tolerance=0.01),
-    Q("ridge", "01.7", "A data sheet prints {p} TFLOP/s for bf16 with sparsity, and {b} TB/s of memory. From how "
-      "many FLOP a byte on is a dense product no longer bound by memory?", {"p": (624, 1979, 4500),
+    Q("ridge", "01.7", "A data sheet prints {p} TFLOP/s for bf16 with sparsity, and {b} TB/s of memory. How many "
+      "FLOP a byte must a dense product have so that memory no longer limits it?", {"p": (624, 1979, 4500),
       "b": (2, 3.35, 8)}, "a01.roofline_point(p, True, b * 1e3, 1, 1, 1)[0]", "FLOP a byte",
       {"a01.roofline_point(p, False, b * 1e3, 1, 1, 1)[0]": "The printed figure counts products with zeros, which "
        "are skipped. Dense ones reach half of it."},
@@ -133,7 +133,7 @@ LINKS = (
        "the weight is read for {b} rows only."},
       "Nearly as many as rows: a weight of 2 bytes is read once and used in {b} multiply-adds."),
     Q("bound by what", "01.7", "An H100 multiplies {b} rows by a weight of 8192 × 8192 in bf16. What limits it?",
-      {"b": (1, 32, 2048, 8192)}, "int(a01.roofline_point(989, False, 3350, b, 8192, 8192)[1] > "
+      {"b": (2, 32, 2048, 8192)}, "int(a01.roofline_point(989, False, 3350, b, 8192, 8192)[1] > "
       "a01.roofline_point(989, False, 3350, 1, 1, 1)[0])", "",
       {"memory": "With {b} rows each weight is used often enough: above the ridge of 295 FLOP a byte.",
        "arithmetic": "With {b} rows a weight that was read is used too few times: below the ridge of 295 FLOP a "
@@ -152,7 +152,7 @@ LINKS = (
       "The slowest link decides, so find it before you buy a faster one."),
     Q("gradients between nodes", "01.8", "Gradients of {P} billion parameters, 2 bytes each, are reduced by a ring "
       "over {m} nodes of 8 GPUs. A node has {p} ports of {g} Gb/s. How many ms at least?", {"P": (1, 7), "m": (2, 4),
-      "p": (1, 8), "g": (200, 400)}, "a01.gradient_seconds(P * 1e9, m, 8, 900, p, g)[1] * 1e3", "ms",
+      "p": (2, 8), "g": (200, 400)}, "a01.gradient_seconds(P * 1e9, m, 8, 900, p, g)[1] * 1e3", "ms",
       {"a01.gradient_seconds(P * 1e9, m, 8, 900, p, g)[0] * 1e3": "That is the time inside one node. This ring "
        "passes the ports, its slowest links.",
        "2 * (m - 1) / m * 2 * P / (p * g / 8) * 1e3": "N in 2(N−1)/N counts ranks, not nodes."},

@@ -96,7 +96,7 @@ SEVERAL_HOSTS = (
       "Half an interval in the mean."),
     Q("how often to save", "16.13", "{h} hosts, each fails once in {d} days; a save takes {s} minutes. How many "
       "minutes should lie between two saves, by Young's formula?", {"h": (16, 100, 400), "d": (100, 365),
-      "s": (1, 4)}, "a16.checkpoint_plan(h, d, s, 10)[1]", "minutes",
+      "s": (2, 4)}, "a16.checkpoint_plan(h, d, s, 10)[1]", "minutes",
       {"math.sqrt(2 * s * d * 24 * 60)": "The job fails when any of its hosts does: {h} times as often.",
        "a16.checkpoint_plan(h, d, s, 10)[0]": "That is the time between failures."},
       "The root of 2 · time to save · time between failures of the job."),

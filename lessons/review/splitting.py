@@ -88,8 +88,8 @@ PIPELINES = (
       "ms does each of {p} ranks idle in a step with ZB-H1?", {"p": (4, 8)},
       "schedules.simulate(schedules.zero_bubble_h1(p, 3 * p)).period - 9 * p", "ms",
       {"3 * (p - 1)": "That is 1F1B: forward and both parts of backward.", "0": "That is ZB-H2, for nearly twice "
-       "the activations.", "2 * (p - 1)": "Gradients of weights fill a third of 1F1B's bubble twice: (p−1)(F + I − "
-       "W)."},
+       "the activations.", "2 * (p - 1)": "In 1F1B a rank idles (p−1)(F + I + W). Here W is not left out but "
+       "subtracted."},
       "(p−1)(F + I − W): gradients of weights can wait, so they fill the gaps."),
     Q("slowest stage", "10.14", "Layers take {a}, 1, 1, 1, 1 and {b} ms. They are cut into {s} stages of neighbors "
       "as well as possible. How many ms does the slowest stage take?", {"a": (1, 2), "b": (2, 3), "s": (2, 3)},
@@ -134,8 +134,8 @@ LONG_SEQUENCES = (
        "r + 1": "Two neighbors are both early, or both late.", "2 * n - r": "Runs are numbered from 0."},
       "2N − 1 − r: an early run and a late one together have the same number of pairs on every rank."),
     Q("does the ring hide", "11.5", "A rank computes {f} TFLOP/s and sends {g} GB/s, bf16, {q} queries to a key, no "
-      "mask. From how many tokens a rank on does ring attention hide its messages?", {"f": (400, 800), "g": (25, 450),
-      "q": (1, 8)}, "context.overlap_tokens(f * 1e12, g * 1e9, q)", "tokens",
+      "mask. How many tokens must a rank hold so that ring attention hides its messages?", {"f": (400, 800),
+      "g": (25, 450), "q": (4, 8)}, "context.overlap_tokens(f * 1e12, g * 1e9, q)", "tokens",
       {"context.overlap_tokens(f * 1e12, g * 1e9, 1)": "With grouped queries less is sent for the same computing.",
        "context.overlap_tokens(f * 1e12, g * 1e9, q, causal=True)": "Half of the pairs is computed under a causal "
        "mask only."},
@@ -164,7 +164,7 @@ EXPERTS = (
       "Tokens · k · bytes · (N−1)/N, and as much again to combine: an all-to-all in each "
       "direction.", tolerance=0.01),
     Q("memory of experts", "11.7", "A mixture has {e} experts in a layer, of which a token uses {k}. How many times "
-      "as many parameters have its MLPs as a token is multiplied with?", {"e": (8, 64, 256), "k": (2, 8)},
+      "as many parameters do its MLPs have as one token uses?", {"e": (16, 64, 256), "k": (2, 8)},
       "(lambda c: c.expert_parameters / (c.active_mlps * c.mlp_weights))(TransformerConfig(experts=e, "
       "experts_per_token=min(k, e)))", "times",
       {"e": "A token goes through {k} of them.", "e / k / k": "You divided by {k} twice."},

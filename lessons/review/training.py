@@ -94,8 +94,8 @@ SCALING_AND_MFU = (
        "100 * d / t": "That is how much longer a step takes; the rate falls by d / (t + d)."},
       "Each step ends with the slowest rank, however many others there are."),
     Q("tokens that hide the all-reduce", "05.4", "{n} GPUs of {f} TFLOP/s, a link of {g} GB/s each way, gradients "
-      "of 2 bytes. From how many tokens a GPU and step on does computing (6 FLOPs a parameter and token) take "
-      "longer than the all-reduce?", {"n": (8, 64), "f": (400, 800), "g": (25, 50)},
+      "of 2 bytes. How many tokens must a GPU have in a step so that computing (6 FLOPs a parameter and token) "
+      "takes as long as the all-reduce?", {"n": (8, 64), "f": (400, 800), "g": (25, 50)},
       "(bytes_sent('all_reduce', n, 2) / (g * 1e9)) / (6 / (f * 1e12))", "tokens",
       {"(2 / (g * 1e9)) / (6 / (f * 1e12))": "A ring sends 2(N−1)/N of the gradients, not each once.",
        "(bytes_sent('all_reduce', n, 2) / (g * 1e9)) / (2 / (f * 1e12))": "2 FLOPs are forward alone; backward has "
@@ -120,7 +120,7 @@ SCALING_AND_MFU = (
        "infinity": "This format reaches that far up."},
       "bf16 has the range of fp32 with few digits; fp16 has more digits, and needs a loss scale."),
     Q("MFU", "05.6", "A model of {P} billion parameters trains at {r} tokens a second for each H100 (989.4 TFLOP/s "
-      "dense). What is its MFU, attention left out?", {"P": (7, 13, 70), "r": (1000, 800)},
+      "dense). What is its MFU, attention left out?", {"P": (7, 8), "r": (8000, 9500)},
       "100 * a05.mfu_and_hfu(P * 1e9, r, 1, 989.4, 0)[0]", "%",
       {"100 * a05.mfu_and_hfu(P * 1e9, r, 1, 989.4, 0)[0] / 3": "2 FLOPs a parameter are forward alone; with "
        "backward there are 6.", "100 * a05.mfu_and_hfu(P * 1e9, r, 1, 2 * 989.4, 0)[0]":
@@ -227,7 +227,7 @@ MEMORY = (
 )
 FSDP_AND_DEEPSPEED = (
     Q("all-gathers of a step", "07.2", "{L} blocks are wrapped by `fully_shard`, and the root too. How many "
-      "all-gathers has a step of {k} micro-batches, by default?", {"L": (12, 32), "k": (1, 4)},
+      "all-gathers has a step of {k} micro-batches, by default?", {"L": (12, 32), "k": (2, 4)},
       "a07.fsdp_traffic(L, 1e6, 1e6, 8, 2, 2, k)[0]", "all-gathers",
       {"L + 1": "Blocks are gathered for forward and again for backward, in each micro-batch.",
        "2 * k * (L + 1)": "The root is not freed after forward, so it comes once.",

@@ -68,7 +68,7 @@ KNOWN = {
     "a larger model": ({"k": 10}, "it stays"),
     "lost in bf16": ({"u": 0.02}, 1 + 3 / 128),
     "what a format keeps": ({"x": 1e6, "name": "fp16"}, "infinity"),
-    "MFU": ({"P": 7, "r": 1000}, 100 * 42e12 / 989.4e12),
+    "MFU": ({"P": 7, "r": 8000}, 100 * 336e12 / 989.4e12),
     "MFU out of HFU": ({"h": 60}, 45),
     "more GPUs, what price": ({"n": 64, "m": 512, "e": 0.9, "f": 0.6}, 50),
     "days of training": ({"n": 512, "T": 1, "P": 8, "m": 40}, 48e21 / (512 * 989.4e12 * 0.4) / 86400),
@@ -134,7 +134,7 @@ KNOWN = {
     "numbered in turn": ({"S": 100, "m": 2, "p": 2}, 300),  # lesson 16: 3 S
     "which GPU": ({"r": 13, "p": 8}, 5),
     "steps done twice": ({"k": 50, "s": 1009}, 8),
-    "how often to save": ({"h": 100, "d": 100, "s": 1}, math.sqrt(2 * 1440)),
+    "how often to save": ({"h": 100, "d": 100, "s": 2}, math.sqrt(4 * 1440)),
     "more hosts, more saves": ({"f": 100}, 10),  # lesson 16: by 10
     "fewer hosts, same batch": ({"b": 2, "a": 4, "n": 16, "m": 4}, 16),
     "network: the cause": ({"p": 2}, multi_node.diagnoses_and_cures()[3][0]),
