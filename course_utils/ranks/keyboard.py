@@ -21,7 +21,7 @@ from .learner_code import is_learner
 from .standing import WORKER
 from .state import state
 
-_HELP = "the time-out stands still while you type (n: next line, p x: show x, c: go on, q: end the call, h: help)"
+_HELP = "(n: next line, p x: show x, c: go on, q: end the call, h: help)"
 
 
 class _Keyboard(io.TextIOBase):
@@ -78,7 +78,7 @@ class _Keyboard(io.TextIOBase):
     def greet(self) -> None:
         if self._greeted != state.call:
             self._greeted = state.call
-            self.write(f"rank {state.rank} stops; {_HELP}\n")
+            self.write(f"rank {state.rank} stops, and no time-out runs {_HELP}\n")
 
     def end(self) -> None:
         """The function has ended: print what pdb has said after its last question."""
