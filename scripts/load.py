@@ -50,9 +50,9 @@ def share(values: list[float], part: float) -> float:
 def measure(args: argparse.Namespace, clients: int) -> str:
     """Let so many clients ask; a row of the table."""
 
-    def client(number: int) -> tuple[str, float, list[float]]:
-        question = {"prompt": f"{args.prompt} {number % 4}", "new": args.new}
-        return read_answer(args.address.rstrip("/"), question, args.timeout)
+    def client(name: int) -> tuple[str, float, list[float]]:
+        question = {"prompt": f"{args.prompt} {name % 4}", "new": args.new}
+        return read_answer(args.address, question, args.timeout)
 
     start = time.perf_counter()
     with ThreadPoolExecutor(clients) as pool:
@@ -64,12 +64,16 @@ def measure(args: argparse.Namespace, clients: int) -> str:
     row = f"{clients:7}" + "".join(f"{ended[ending]:{len(ending) + 2}}" for ending in ENDINGS) + f"{rate:10.0f}"
     row += f"{share(first, 0.5):12.0f}{share(first, 0.95):6.0f}{share(gaps, 0.5):15.1f}{share(gaps, 0.95):7.1f}"
     if args.limit:
-        in_time = [ending == "whole" and times[0] - begun <= args.limit / 1e3 for ending, begun, times in answers]
-        row += f"{sum(in_time):12}"
+        whole = [times[0] - begun for ending, begun, times in answers if times and ending == "whole"]
+        row += f"{sum(wait <= args.limit / 1e3 for wait in whole):12}"
     return row
 
 
 def main(args: argparse.Namespace) -> int:
+    try:
+        urllib.request.urlopen(f"{args.address}/health", timeout=10).close()
+    except (OSError, ValueError) as error:
+        sys.exit(f"no server answers at {args.address}, given as http://HOST:PORT: {error}")
     head = " ".join(["clients", *(f" {ending}" for ending in ENDINGS), " tokens/s", "first token ms,  95 %",
                      "between tokens, 95 %"])
     print(head + (f"  in {args.limit:g} ms" if args.limit else ""), flush=True)
@@ -81,18 +85,22 @@ def main(args: argparse.Namespace) -> int:
     return int(lost > 0)
 
 
+def number(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) <= 100_000:
+        raise argparse.ArgumentTypeError(f"a whole number from 1 to 100000 is needed, got {text!r}")
+    return int(text)
+
+
 def numbers(text: str) -> list[int]:
-    if not all(part.isdecimal() and 0 < int(part) <= 1000 for part in text.split(",")):
-        raise argparse.ArgumentTypeError(f"numbers from 1 to 1000 with commas, such as 1,4,16; got {text!r}")
-    return [int(part) for part in text.split(",")]
+    return [number(part) for part in text.split(",")]
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("address", help="of the server, such as http://localhost:8000")
+    parser.add_argument("address", type=lambda text: text.rstrip("/"), help="of the server: http://localhost:8000")
     parser.add_argument("--clients", type=numbers, default=[1, 4, 16], help="that ask at the same time, row by row")
-    parser.add_argument("--answers", type=int, default=40, help="that all clients of a row ask for, together")
-    parser.add_argument("--new", type=int, default=24, help="tokens of an answer")
+    parser.add_argument("--answers", type=number, default=40, help="that all clients of a row ask for, together")
+    parser.add_argument("--new", type=number, default=24, help="tokens of an answer")
     parser.add_argument("--prompt", default="Alice was reader", help="a number from 0 to 3 follows it")
     parser.add_argument("--limit", type=float, help="milliseconds until the first token that count as in time")
     parser.add_argument("--timeout", type=float, default=60, help="seconds without a byte, then an answer is lost")

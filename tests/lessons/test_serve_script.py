@@ -161,6 +161,10 @@ def test_load_says_how_answers_ended_and_fails_if_one_is_lost():
     endings = [b'{"done": true}\n', b'{"error": "stopped"}\n', b"", None]  # None: refused
 
     class Server(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
             ending = endings.pop()
