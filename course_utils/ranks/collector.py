@@ -222,8 +222,8 @@ class Collector:
         for rank in self.ranks:
             self._merger.close(rank)
         self._merger.flush()
-        if self._merger.by_rank:
-            self._status.show(folds(self._merger.by_rank))
+        if (shown := self._merger.by_rank) and any(shown.values()):
+            self._status.show(folds(shown))
 
     def _note_death(self, rank: int) -> None:
         """A rank has died: keep what it said last, and how it ended."""
