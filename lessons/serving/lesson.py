@@ -773,7 +773,8 @@ predictions()
 # 3. What the prompt costs: a prefix cache, a larger budget, more GPUs that share layers, or prefill apart (section 7).
 # </details>
 #
-# **Exercises:** [exercises/17_serving](../exercises/17_serving_exercises.ipynb).
+# **Exercises:** [exercises/17_serving](../exercises/17_serving_exercises.ipynb). **Next:**
+# [18 capstone](18_capstone.ipynb).
 #
 # **Worth reading**
 # - W. Kwon et al., [PagedAttention](https://arxiv.org/abs/2309.06180), 2023: blocks and tables.

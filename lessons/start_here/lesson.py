@@ -809,7 +809,8 @@ predictions()
 # - *it is slow, or does not scale*: 04, 05, 13, 15;
 # - *it hangs, or one rank is wrong*: 04, 14;
 # - *it has to run on a cluster*: 01, 03, 16;
-# - *it has to answer people*: 09, 17.
+# - *it has to answer people*: 09, 17;
+# - *it is a whole job, and you want to see whether you can do it*: 18.
 #
 # *Read* and *exercises* are in minutes: 130 words or 12 lines of code count as one, a prediction as one and a half, and
 # an exercise has its minutes above it. 45 (100) means 45 minutes for the core, which everybody needs, and 100 with
@@ -836,6 +837,7 @@ predictions()
 # | [15](15_ffcv_data_loading.ipynb) | Is the GPU waiting for data, and how does FFCV fix that? | 45 (85) | 160 |
 # | [16](16_multi_node.ipynb) | How do I leave this machine: torchrun, elastic, Slurm? | 45 (130) | 125 |
 # | [17](17_serving.ipynb) | How many GPUs serve one model, and who waits for what? | 40 (60) | 140 |
+# | [18](18_capstone.ipynb) | Can you take a job from a model and a budget to a report? | 20 | 305 |
 # | [20](20_review.ipynb) | What do you still know? | 5 |  |
 # </details>
 #

@@ -138,6 +138,11 @@ def test_table_of_exercises_agrees_with_their_cards(name: str):
     assert sum(map(int, rows)) == sum(exercises(name).values())
 
 
+def test_each_part_of_the_capstone_fits_into_an_hour():
+    parts = exercises("18").values()
+    assert len(parts) == 6 and all(45 <= minutes <= 60 for minutes in parts) and 240 <= sum(parts) <= 360
+
+
 def plans() -> dict[str, list[list[str]]]:
     """Rows of the tables of plans by their heading, without the heads."""
     found = {}

@@ -1,0 +1,482 @@
+"""The parts of lesson 18: what each answer must find, on the job of the notebook's seed, and the usual mistakes."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import logging
+import math
+import os
+import re
+import shlex
+import signal
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from course_utils import WorkerError, launch, record
+from course_utils.check import Exercise, checked, exercise
+from course_utils.check.program import hints_of
+from course_utils.programs import SCRIPTS, TEXT, read_log, run_program
+from course_utils.ranks import HangError
+from lessons.parallelism_3d import planner
+
+from . import faults
+from .helpers import Counts, Seen, counts_of, host_of, quietly, run_text, same, undisturbed
+from .job import MARGIN, SEED, cluster, free_gb, gpu_hours, job
+
+MISTAKES: dict[str, dict[str, tuple]] = {}
+RIGHT: dict[str, dict[str, Any]] = {}
+
+# --- part 1: a plan
+
+
+@checked
+def plan_run(fn: Callable, seed: int = SEED) -> None:
+    """Check ``fn(letter) -> (layout, GPU hours, free GB)`` on the letters of this seed and of the next two."""
+    run = Exercise("Exercise 1", hints_of(MISTAKES["plan_run"]))
+    for each in (seed, seed + 1, seed + 2):
+        letter = job(each).letter
+        run.case = f"the letter of seed {each}"
+        got = run.call(fn, letter)
+        form = isinstance(got, tuple) and len(got) == 3 and isinstance(got[0], planner.Layout)
+        run.require(form, "form", f"the function returned {str(got)[:100]}.")
+        layout, hours, free = got
+        machine, sequences = cluster(letter), letter.tokens_of_step // letter.model.context
+        if layout.gpus != machine.gpus:
+            key = "lent" if layout.gpus == letter.nodes * letter.per_node else "form"
+            run.refuse(key, f"the layout has {layout.gpus} GPUs, and {machine.gpus} compute.")
+        against = planner.reasons_against(letter.model, machine, layout, sequences)
+        run.require(not against, "cannot-run", f"{layout} cannot run: {'; '.join(against)}.")
+        run.require(layout.cp == 1, "context", f"the layout is {layout}.")
+        plan = planner.plan(letter.model, machine, layout, sequences)
+        right, least = free_gb(letter, plan), MARGIN * machine.card.memory_bytes / 1e9
+        what = f"{right:.1f} GB stay free on the fullest GPU, {least:.1f} are asked for, and {free:.1f} were returned."
+        run.require(right >= least - 0.05 and abs(free - right) < 0.05, "memory", what)
+        right = gpu_hours(letter, plan)
+        what = f"{layout} takes {right:,.0f} GPU hours on this cluster, and {hours:,.0f} were returned."
+        run.require(abs(hours / right - 1) < 0.005, "hours", what)
+        what = f"{layout} takes {right:,.0f} GPU hours, and {letter.gpu_hours:,.0f} may be spent."
+        run.require(right <= letter.gpu_hours, "budget", what)
+    print("Exercise 1 passed: three plans within their budgets, with the memory that was asked for.")
+
+
+MISTAKES["plan_run"] = {
+    "form": ("Return a tuple: a planner.Layout for the GPUs that compute, GPU hours, and GB.",
+            "return plan.layout,  ->  return str(plan.layout),"),
+    "lent": ("Nodes that are lent do not compute for this job, and nobody reserves them for it.",
+            "(letter.nodes - letter.lent_nodes)  ->  letter.nodes"),
+    "memory": ("""The memory that the planner counts is not all: there is its reserve, and what others hold on the GPU.
+        A plan at the limit often does not run (lesson 12, section 17), so a tenth of the memory has to stay free.""",
+            ["+ letter.held_gb * 1e9  ->  + 0 * letter.held_gb",
+             "plan.memory.total + plan.reserve  ->  plan.memory.total",
+             "if free >= 0.1 * machine.card.memory_bytes:  ->  if free >= 0:"]),
+    "hours": ("""Is the network that of each GPU? The ports of a node are shared by its GPUs. And hours are those of
+        all GPUs that compute.""",
+            ["* letter.ports / letter.per_node  ->  * letter.per_node / letter.per_node",
+             "plan.seconds * gpus / 3600  ->  plan.seconds / 3600"]),
+    "context": ("""Plans with context parallelism are less reliable (lesson 12, section 19), and these sequences are
+        short. Search with cp=1.""", "cp=1).plans:  ->  cp=2).plans:"),
+    "cannot-run": ("`planner.reasons_against` says what forbids a layout, before anything else is computed.", ),
+    "budget": ("It runs, but there are faster layouts: what takes most of the step besides computing?", ),
+}
+RIGHT["plan_run"] = {
+    "level 1": ", cp=1).plans:  ->  , cp=1, tp=1, pp=1).plans:",
+    "level 2": ", cp=1).plans:  ->  , cp=1, pp=1).plans:",
+}
+
+# --- part 2: a start on two hosts
+
+ORDER = {"layers": 2, "hidden": 64, "heads": 4, "length": 32, "batch": 8, "steps": 2}  # of scripts/train.py
+LINK = "100mbit"
+
+
+def _parsed(command: str) -> tuple[argparse.Namespace, argparse.Namespace, list[str]]:
+    """Flags of torchrun and of train.py, and words that are neither's."""
+    agent, program = (argparse.ArgumentParser(exit_on_error=False, add_help=False) for _ in range(2))
+    for name in ("nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "master-addr", "node-rank"):
+        agent.add_argument(f"--{name}", f"--{name.replace('-', '_')}", default="")
+    agent.add_argument("--standalone", action="store_true")
+    for name, default in {"replicate": 1, "shard": 0, "tp": 1, **dict.fromkeys(ORDER, 0)}.items():
+        program.add_argument(f"--{name}", type=int, default=default)
+    words = shlex.split(command)
+    place = next(i for i, word in enumerate(words) if word.endswith("train.py"))
+    own, rest = program.parse_known_args(words[place + 1 :])
+    own.shard = own.shard or max(1, 4 // (own.replicate * own.tp))
+    return agent.parse_known_args(words[:place])[0], own, words[place + 1 :]
+
+
+def _run_train(flags: tuple[str, ...], out: str) -> Any:
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # two reductions are slow
+    with record() as ledger:
+        run_program(SCRIPTS / "train.py", *flags, f"--out={out}", f"--data={TEXT}", silent=True)
+    return ledger
+
+
+@cache
+def started(flags: tuple[str, ...]) -> tuple[Counts, list[int] | None, int]:
+    """Counts of a run of train.py on two hosts, what the interfaces counted, and how many steps it did."""
+    with tempfile.TemporaryDirectory() as out:
+        found = launch(_run_train, flags, out, world_size=4, hosts=2, link=LINK, init=False)
+        return counts_of(found), found.left_host, len(read_log(out))
+
+
+LEAST = 1.202e6  # bytes over the cable of two copies in two shards, by the ledger; a test holds it
+
+
+@checked
+def start(fn: Callable) -> None:
+    """Check ``fn(out, data) -> str``: a command line for two hosts of two ranks, whose program then runs there."""
+    run = Exercise("Exercise 2", hints_of(MISTAKES["start"]))
+    counted, left, steps = started(read_start(run, run.call(fn, "OUT", "DATA")))
+    cheap = steps > 0 and counted.cable_bytes < 1.1 * LEAST
+    run.require(cheap, "crosses", f"{counted.cable_bytes:,.0f} bytes left a host in {steps} lines of the log.")
+    seen = "more than that on the wire, with headers" if left else "hosts are not emulated here"
+    print(f"Exercise 2 passed: {counted.cable_bytes:,.0f} bytes of collectives left a host; {seen}.")
+
+
+def read_start(run: Exercise, command: Any) -> tuple[str, ...]:
+    """The flags of train.py in a command line for two hosts; refuses one that cannot work, or sends too much."""
+    run.require(isinstance(command, str) and "train.py" in command, "form", f"the function returned {command!r}.")
+    try:
+        agent, own, flags = _parsed(command)
+    except (argparse.ArgumentError, ValueError) as error:
+        run.refuse("form", f"the command line cannot be read: {error}.")
+    address = agent.rdzv_endpoint or agent.master_addr
+    two = agent.nnodes in ("2", "2:2", "1:2") and agent.nproc_per_node == "2" and not agent.standalone
+    run.require(two, "two-hosts", f"torchrun gets --nnodes={agent.nnodes} --nproc-per-node={agent.nproc_per_node}.")
+    numbered = agent.rdzv_backend == "c10d" if agent.rdzv_endpoint else "{host}" in agent.node_rank
+    named = re.match(r"node[01]\b", address) is not None and numbered
+    said = f"--rdzv-backend={agent.rdzv_backend}" if agent.rdzv_endpoint else f"--node-rank={agent.node_rank}"
+    run.require(named, "meet", f"the hosts meet at {address!r}, with {said}.")
+    wrong = {name: getattr(own, name) for name, value in ORDER.items() if getattr(own, name) != value}
+    run.require(not wrong, "order", f"train.py gets {wrong}; ordered is {ORDER}.")
+    mesh = f"replicate {own.replicate} x shard {own.shard} x tp {own.tp}"
+    run.require(own.replicate * own.shard * own.tp == 4, "order", f"the mesh {mesh} does not have 4 ranks.")
+    run.require(own.shard * own.tp >= 2, "states", f"the mesh {mesh} leaves all states on each rank.")
+    run.require(own.shard * own.tp == 2, "crosses", f"in the mesh {mesh} one copy lies on both hosts.")
+    return tuple(word for word in flags if not word.startswith(("--out", "--data")) and word not in ("OUT", "DATA"))
+
+
+MISTAKES["start"] = {
+    "form": ("Return one text, torchrun with its flags, then scripts/train.py with its own.",
+            "return f\"{agents} scripts/train.py  ->  return f\"{agents} scripts/other.py"),
+    "two-hosts": ("Two hosts of two ranks: an agent is told how many hosts there are, and how many ranks its own has.",
+            ["--nnodes=2  ->  --standalone --nnodes=1", "--nproc-per-node=2  ->  --nproc-per-node=4"]),
+    "meet": ("""Both hosts get the same words, so the place where they meet is the name of one of them. `localhost` is
+        another host on each (lesson 16, section 3).""",
+            ["node0:29500  ->  localhost:29500",
+             "--rdzv-backend=c10d --rdzv-endpoint=node0:29500 --rdzv-id=18  ->  --master-addr=node0 --node-rank=0"]),
+    "order": ("Model, batch and steps are those of the order, and the mesh has as many ranks as there are.",
+            ["--batch=8  ->  --batch=16", "--replicate=2  ->  --replicate=3"]),
+    "states": ("A rank has room for half of the states. Data parallelism alone leaves all on each rank (lesson 06).",
+            "--replicate=2  ->  --replicate=4"),
+    "crosses": ("""Weights are gathered and gradients reduced over the cable. Let one copy lie inside a host, so that
+        only the sum of gradients crosses (lesson 07, HSDP; lesson 16, section 10).""", "--replicate=2  ->  --shard=4"),
+}
+RIGHT["start"] = {
+    "numbered hosts": "--rdzv-backend=c10d --rdzv-endpoint=node0:29500 --rdzv-id=18  ->  "
+    "--node-rank={host} --master-addr=node0 --master-port=29500",
+    "one host is enough": "--nnodes=2  ->  --nnodes=1:2 --max-restarts=3",
+}
+
+# --- part 3: three things that are wrong
+
+
+@checked
+def repairs(fn: Callable, seed: int = SEED) -> None:
+    """Check ``fn() -> {kind: (cause, edits)}`` on the program of a seed, by running what the edits make of it."""
+    run = Exercise("Exercise 3", hints_of(MISTAKES["repairs"]))
+    given = run.call(fn)
+    form = isinstance(given, dict) and all(isinstance(one, tuple) and len(one) == 2 for one in given.values())
+    run.require(form, "form", f"the function returned {str(given)[:100]}.")
+    text, right = faults.broken(seed), faults.drawn(seed)
+    for kind in faults.KINDS:
+        run.case = kind
+        run.require(kind in given, "missing", f"there is no answer for {kind!r}.")
+        cause, edits = given[kind]
+        run.require(cause in faults.FAULTS[kind], "name", f"{cause!r} is none of {', '.join(faults.FAULTS[kind])}.")
+        run.require(cause == right[kind].cause, "cause", f"it is not {cause!r}.")
+        try:
+            text = faults.mended(text, edits)
+        except (AttributeError, ValueError) as error:
+            run.refuse("edit", f"the edits do not fit: {error}.")
+    run.case = "the program with all edits"
+    if text != faults.text():
+        judge(run, text)
+    causes = [given[kind][0] for kind in faults.KINDS]
+    print(f"Exercise 3 passed: {', '.join(causes)}; mended, it is the training of one process, and sends no more.")
+
+
+def judge(run: Exercise, text: str) -> Seen:
+    """Refuse a program that hangs, is wrong, or does more than the one that was meant."""
+    try:
+        seen = run_text(text)
+    except HangError as error:
+        run.refuse("hangs", f"it hangs.\n\n{error}")
+    except Exception as error:  # noqa: BLE001  of the edited text
+        run.refuse("edit", f"it does not run: {type(error).__name__}: {str(error)[:500]}.")
+    meant = undisturbed()
+    if wrong := same(seen, meant):
+        run.refuse("wrong", f"{wrong}.")
+    ours, theirs = (counts_of(each.ledgers) for each in (meant, seen))
+    for name in ("calls", "sent", "messages", "cable_bytes"):
+        got, most = getattr(theirs, name), getattr(ours, name)
+        run.require(got <= most, "more", f"{name.replace('_', ' ')}: {got:,.0f}, and {most:,.0f} are enough.")
+    what = f"the ranks compute {seen.windows} windows, and {meant.windows} are enough."
+    run.require(max(seen.windows) <= max(meant.windows), "more", what)
+    return seen
+
+
+SILENT, SLOW = '{chosen: "gradients"}', '{log: ""}'
+MISTAKES["repairs"] = {
+    "form": ("Return a dictionary with a tuple for each kind: the cause, and a dictionary of edits.",
+            '"hang": ("a step skipped on one rank", {skipped + "        ": ""}),  ->  "hang": "a step skipped",'),
+    "missing": ("There are three: a hang, a silent one, and a slow one.", '"slow": (  ->  "slower": ('),
+    "name": ("The names of causes are the keys of `faults.FAULTS`, by kind.", '"gradients left out"  ->  "a fault"'),
+    "cause": ("""Look at the run, not only at the text: who waits where, whose numbers differ, who sends or computes
+        more.""", '"gradients left out"  ->  "another start"'),
+    "edit": ("An old text stands in the broken program once, and the new one is put there as it is.",
+            [f'{SLOW}  ->  {{"no such text": ""}}', f'{SLOW}  ->  {{log: "            nothing()\\n"}}']),
+    "hangs": ("The ranks still wait for each other. Each must call the same collectives in the same order.",
+            'skipped + "        ": ""  ->  "rank == 2 and step == 0": "rank == 2 and step == 2"'),
+    "wrong": ("""Losses or weights are not those of one process. If the ranks differ from each other, something is not
+        shared; if they agree, all of them do the same wrong thing.""",
+            f'{SILENT}  ->  {{chosen: "gradients[:-1]"}}'),
+    "more": ("The result is right, and the program still does more than it has to.",
+            f'{SLOW}  ->  {{log: log.replace("parameters", "parameters[:1]")}}'),
+}
+RIGHT["repairs"] = {
+    "another list": f'{SILENT}  ->  {{chosen: "list(gradients)"}}',
+    "a step of the right size": {
+        'log: ""': 'log: "            pass\\n"',
+    },
+}
+
+# --- part 4: fewer bytes and messages
+
+
+def gradients_of(rank: int) -> list[torch.Tensor]:
+    """Of sizes that nothing divides, one with numbers that fp16 cannot hold."""
+    draw = torch.Generator().manual_seed(rank)
+    sizes = ((48, 48), (7,), (128, 48), (1,), (33, 5))
+    return [torch.randn(size, generator=draw) * (1e5 if size == (7,) else 1.0) for size in sizes]
+
+
+@exercise("Exercise 4", passed="the mean to 1 %, {said}.", tolerance=0.01, cases=[
+    (4, "two hosts of two"), (6, "three hosts of two"), (2, "one host"),
+])
+def exchange(note, answer):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    given = [gradients_of(r) for r in range(n)]
+    mine = [gradient.clone() for gradient in given[rank]]
+    inside, across = faults.program.make_groups()
+    before = [gradient.data_ptr() for gradient in mine]
+    with record() as ledger:
+        answer(mine, inside, across)
+    note.holds([gradient.data_ptr() for gradient in mine] == before, "not-in-place", "a gradient lies elsewhere now.")
+    for number, parts in enumerate(zip(*given, strict=True)):
+        right, scale = torch.stack(parts).mean(0), torch.stack(parts).abs().max()
+        note.equal(mine[number] / scale, right / scale, f"gradient {number}")
+    note.talks(ledger, n)
+    size, hosts = 4 * sum(gradient.numel() for gradient in mine), -(-n // 2)
+    note.sent(ledger, calls=(None, 6), too_many_calls="calls")
+    dist.all_reduce(left := torch.tensor(ledger.bytes_sent(between=[host_of(r) for r in range(n)]) / hosts / size))
+    flat = 2 * (n - 1) / n if hosts > 1 else 0
+    share = f"{float(left):.2f} S leave each host"
+    note.at_most("bytes", float(left), 1.01 * flat, f"{share}, and {flat:.2f} S with one flat ring.")
+    return f"{len(ledger)} calls, {share}"
+
+
+def one_bucket(gradients, inside, across):
+    flat = torch.cat([gradient.flatten() for gradient in gradients]) / dist.get_world_size()
+    dist.all_reduce(flat)
+    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
+AGREE, BACK = "dist.all_reduce(narrow, group=across)", "gradient.copy_(part.view_as(gradient))"
+MISTAKES["exchange"] = {
+    "sum": ("This is the sum over the ranks, not the mean.", "/ dist.get_world_size()  ->  "),
+    "host-mean": ("The mean is over all ranks, not over those of a host.", "/ dist.get_world_size()  ->  / local"),
+    "own-host": ("This is what the ranks of one host have: nothing has come from the others.", f"{AGREE}  ->  pass"),
+    "fp16": ("""fp16 ends at 65,504, and a gradient may be larger. bf16 has the range of float32, with three digits
+        less.""", "piece.bfloat16()  ->  piece.half()"),
+    "not-in-place": ("The optimizer holds these tensors: write the mean into them.",
+            f"{BACK}  ->  gradient.data = part.view_as(gradient)"),
+    "calls": ("Each call costs its latency. Put the gradients into one flat tensor, as the buckets of lesson 04 do.",
+            {"local = inside.size()": "local = inside.size()\n"
+             "for gradient in gradients:\n    dist.all_reduce(gradient.clone(), group=inside)"}),
+    "bytes": ("""More leaves a host than with one all-reduce of all. Only the sum of a host has to cross, and each of
+        its ranks can send a part of it (lesson 16, section 2).""",
+            f"{AGREE}  ->  {AGREE}; dist.all_reduce(padded.clone(), group=across)"),
+}
+RIGHT["exchange"] = {"level 1": one_bucket, "level 2": "piece.bfloat16()  ->  piece.clone()"}
+
+# --- part 5: a host dies
+
+
+def _life(checkpoint: Callable, folder: str, lost: int | None, before: int, torn: bool) -> tuple:
+    """On a rank: train; the ranks of host `lost` die before a step, or rank 0 in the middle of its second save."""
+    rank, save, saved = dist.get_rank(), torch.save, []
+
+    def at_step(step: int) -> None:
+        if lost is not None and rank * 2 // dist.get_world_size() == lost and step >= before:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def half(what: Any, file: Any, *args: Any, **kwargs: Any) -> None:
+        saved.append(file)
+        if len(saved) == 2 and rank == 0 and isinstance(file, str | os.PathLike):
+            save(what, buffer := io.BytesIO())
+            Path(file).write_bytes(buffer.getvalue()[: len(buffer.getvalue()) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        save(what, file, *args, **kwargs)
+
+    torch.save = half if torn else save
+    try:
+        return faults.program.train(checkpoint=checkpoint, folder=folder, at_step=at_step)
+    finally:
+        torch.save = save
+
+
+def lives(checkpoint: Callable, ranks: int, lost: int | None, before: int = 99, torn: bool = False) -> Seen:
+    """Train until a host dies, and on with the ranks of the other one; what the second run did."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            quietly(_life, checkpoint, folder, lost, before, torn, ranks=ranks)
+        except HangError:
+            raise
+        except WorkerError:  # as it was to be
+            pass
+        found = quietly(_life, checkpoint, folder, None, 99, False, ranks=ranks // 2)
+        return Seen(*map(list, zip(*found, strict=True)), [], [])
+
+
+@checked
+def checkpoint(fn: Callable, seed: int = SEED) -> None:
+    """Check ``fn(folder, step, state)``: with it, training goes on with half of the ranks as if nobody had died."""
+    run, meant = Exercise("Exercise 5", hints_of(MISTAKES["checkpoint"])), undisturbed()
+    every, steps, before = faults.program.EVERY, faults.STEPS, job(seed).dies_before
+    again = 0
+    for run.case, first, arguments in (
+        ("all steps are done, and it is started again", steps, (2, None)),
+        (f"host 1 dies before step {before}", before // every * every, (4, 1, before)),
+        ("a rank dies in the middle of its second save", every, (2, None, 99, True)),
+    ):
+        try:
+            seen = lives(fn, *arguments)
+        except HangError as error:
+            run.refuse("hang", f"it hangs.\n\n{error}")
+        except WorkerError as error:
+            stub = "NotImplementedError" in error.exception
+            run.refuse("empty" if stub else "torn", f"the second start fails: {error.exception[:300]}.")
+        done = [*seen.losses[0]]
+        right, whole = [*range(first, steps)], "middle" in run.case and not done  # others may have saved
+        key = "steps" if done else "lost"
+        run.require(done == right or whole, key, f"the second start did steps {done}, and not {right}.")
+        for step, loss in seen.losses[0].items():
+            what = f"the loss of step {step} is {loss:.5f}, and was to be {meant.losses[0][step]:.5f}."
+            run.require(abs(loss / meant.losses[0][step] - 1) < 1e-4, "state", what)
+        equal = all(torch.allclose(each, meant.weights[0], 1e-4, 1e-4) for each in seen.weights)
+        run.require(equal, "state", "the weights at the end are not those of a run that nobody disturbs.")
+        again = max(0, before - first) if "host" in run.case else again
+    print(f"Exercise 5 passed: {again} steps computed twice, and the losses of a run that nobody disturbs.")
+
+
+WRITE = 'os.replace(partial, Path(folder, f"step-{step:06}.pt"))'
+MISTAKES["checkpoint"] = {
+    "torn": ("""Half of a file cannot be read. Write under another name, and rename when all is there: what has the name
+        of a checkpoint is then whole (lesson 16, section 7).""",
+            {'Path(folder, f"partial-{step}")': 'Path(folder, f"step-{step:06}.pt")', WRITE: "pass"}),
+    "steps": ("""The second start goes on with the next step: `step` is the number of steps that are done when it is
+        saved, and the newest checkpoint counts.""",
+            ["saved[-1]  ->  saved[0]",
+             "torch.save((step, state), partial)  ->  torch.save((step - 1, state), partial)",
+             "return torch.load(saved[-1]) if saved else None  ->  return None"]),
+    "lost": ("The second start did nothing at all, although steps were left.",
+            "torch.save((step, state), partial)  ->  torch.save((step + 9, state), partial)"),
+    "state": ("""What goes on is not what was saved. Weights and optimizer belong together, and both change while the
+        next steps go on.""",
+            'torch.save((step, state), partial)  ->  torch.save((step, state | {"model": {n: 0 * t for n, t in '
+            'state["model"].items()}}), partial)'),
+    "hang": ("All ranks call the function, also those that write nothing.",
+            {"dist.barrier()": "dist.get_rank() == 0 and dist.barrier()"}),
+}
+RIGHT["checkpoint"] = {
+    "one name, always replaced": 'f"step-{step:06}.pt"  ->  "step-newest.pt"',
+    "each rank for itself": {
+        "if dist.get_rank() == 0:": "if True:", 'f"partial-{step}"': 'f"partial-{dist.get_rank()}"',
+    },
+}
+
+# --- part 6: the report
+
+NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
+FACTS = [
+    {"model": "Llama 3 8B", "step": (7.75, "s", "modelled"), "GPU hours": (21340.0, "GPU hours", "modelled"),
+     "over the cable": (0.173, "MB", "counted"), "the hang": "one rank only", "last loss": (4.159, "nats", "measured")},
+    {"model": "GPT-3 13B", "step": (15.9, "s", "modelled"), "GPU hours": (15700.0, "GPU hours", "modelled"),
+     "over the cable": (0.69, "MB", "counted"), "the hang": "order of groups", "last loss": (3.87, "nats", "measured")},
+]
+
+
+@exercise("Exercise 6", passed=": a page of facts, each with its unit, and how it is known.", cases=[
+    (0, "the facts of one run", FACTS[0]), (0, "the facts of another run", FACTS[1]),
+])
+def report(note, answer, facts):
+    judge_report(note, answer(dict(facts)), facts)
+
+
+def judge_report(note: Any, page: Any, facts: dict[str, Any]) -> None:
+    """Note what is missing in a page, or stands there and is no fact."""
+    if not note.holds(isinstance(page, str), "form", f"the function returned {type(page).__name__}."):
+        return
+    size = len(page.splitlines()), len(page.split())
+    note.holds(size[0] <= 60 and size[1] <= 500, "long", f"the page has {size[0]} lines and {size[1]} words.")
+    for name, fact in facts.items():
+        if isinstance(fact, str):
+            note.holds(fact in page, "missing", f"{name}: {fact!r} is not in the page.")
+            continue
+        number, unit, known = fact
+        lines = [line for line in page.splitlines() if stands(number, numbers(line, facts))]
+        note.holds(bool(lines), "missing", f"{name}: {number:g} {unit} is not in the page.")
+        note.holds(any(unit in line for line in lines), "unit", f"{name}: {number:g} stands without {unit!r}.")
+        note.holds(any(known in line for line in lines), "label", f"{name}: {number:g} does not say {known!r}.")
+    allowed = [fact[0] for fact in facts.values() if not isinstance(fact, str)]
+    for found in numbers(page, facts):
+        known = abs(found) < 10 and found == int(found) or stands(found, allowed)
+        note.holds(known, "invented", f"{found:g} stands in the page, and is none of the facts.")
+
+
+def stands(number: float, others: list[float]) -> bool:
+    return any(math.isclose(number, other, rel_tol=0.01) for other in others)
+
+
+def numbers(text: str, facts: dict[str, Any]) -> list[float]:
+    """Numbers of a text, without those in names and in facts that are texts."""
+    for words in [*facts, *(fact for fact in facts.values() if isinstance(fact, str))]:
+        text = text.replace(words, "")
+    return [float(found.replace(",", "")) for found in NUMBER.findall(text)]
+
+
+ROW = 'lines.append(f"| {name} | {number:,.6g} {unit} | {known} |")'
+MISTAKES["report"] = {
+    "form": ("Return one text.", r'return "\n".join(lines)  ->  return lines'),
+    "long": ("A page has at most 60 lines and 500 words. What does the customer have to decide?",
+            r'return "\n".join(lines)  ->  return "\n".join(60 * lines)'),
+    "missing": ("Each fact is in the page, numbers to 1 %.", "in facts.items():  ->  in list(facts.items())[:3]:"),
+    "unit": ("A number without its unit says nothing.", " {unit} | {known}  ->  | {known}"),
+    "label": ("""The reader has to know whether a figure was measured, counted or modelled, on the line where it
+        stands.""", "{unit} | {known} |  ->  {unit} | |"),
+    "invented": ("Each figure comes from the facts. What follows from them you may say in words, or leave out.",
+            "assumes that nothing overlaps.  ->  assumes that 37 % overlap."),
+}
+RIGHT["report"] = {
+    "a list": f"{ROW}  ->  " + 'lines.append(f"- {name}: {number:,.5g} {unit}, {known}")',
+    "more digits": "{number:,.6g}  ->  {number:,.6f}",
+}
