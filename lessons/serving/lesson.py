@@ -720,7 +720,7 @@ for name, gpu, gpus, prompt, new, published in helpers.MEASURED["full load"]["ro
 # |---|---|---|---|
 # | TP, PP (3, 8) | `-tp`, `-pp` | `--tp-size`, `--pp-size` | `tensor_parallel_size`, `pipeline_parallel_size` |
 # | one shot or NCCL (3) | `--disable-custom-all-reduce` | the same | `allreduce_strategy` |
-# | cache split by sequence (4) | `-dcp` | `--dcp-size` | `context_parallel_size`, `HELIX` ([MLA only][h]) |
+# | cache split by sequence (4) | `-dcp` | `--dcp-size` (MLA) | `context_parallel_size`, `HELIX` ([MLA][h]) |
 # | memory for blocks (5) | `--gpu-memory-utilization` | `--mem-fraction-static` | `free_gpu_memory_fraction` |
 # | tokens of a block (5) | `--block-size` | `--page-size` | `tokens_per_block` |
 # | prefix cache (5) | `--enable-prefix-caching` | on; `--disable-radix-cache` | `enable_block_reuse` |
