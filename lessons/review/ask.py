@@ -178,7 +178,7 @@ class Box:
 
 
 class Clock:
-    """Minutes since a click, in the browser; without a kernel words only."""
+    """Minutes and seconds since a click; without a kernel words only."""
 
     def _ipython_display_(self) -> None:
         import ipywidgets as widgets
@@ -186,13 +186,14 @@ class Clock:
 
         from course_utils.draw.controls import view
 
-        play = widgets.Play(max=600, interval=60_000)
-        bar = widgets.IntProgress(max=45, description="minutes")
-        count = widgets.IntText(disabled=True, layout={"width": "5em"})
-        links = [widgets.jslink((play, "value"), (other, "value")) for other in (bar, count)]
-        box = widgets.HBox([play, bar, count])
-        box.links = links  # which would be gone with this function otherwise
-        display(view(box) | {"text/plain": "Start the clock, then read the first question."}, raw=True)
+        play, told = widgets.Play(max=7200, interval=1000), widgets.Label("0:00 of 45:00")
+
+        def tick(change: dict[str, Any]) -> None:
+            told.value = f"{change['new'] // 60}:{change['new'] % 60:02} of 45:00"
+
+        play.observe(tick, "value")
+        words = "Start the clock, then read the first question."
+        display(view(widgets.HBox([play, told])) | {"text/plain": words}, raw=True)
 
 
 def _show(item: Box | Clock) -> None:

@@ -79,7 +79,7 @@ say_aloud(3, until=until, seed=seed)
 # %% [markdown]
 # ## 4. A mock interview
 #
-# Six questions of six topics in 45 minutes. The clock counts minutes from your click and stops nobody. Better with two:
+# Six questions of six topics in 45 minutes. The clock runs from your click and stops nobody. Better with two:
 # one asks, listens for the points, and asks once more *why*.
 
 # %%
@@ -100,7 +100,7 @@ progress()
 #
 # - Ask yourself before you read again: an answer that you had to find stays longer than one that you have read.
 # - Wrong answers have causes: a factor of two, bits for bytes, N divided out twice. Know yours.
-# - Plans for some weeks, with hours and reviews, are in [docs/paths.md](../docs/paths.md).
+# - `docs/paths.md` in the course's folder has plans for some weeks, with hours and reviews.
 #
 # **Worth reading**
 # - J. Dunlosky and others, *Improving Students' Learning With Effective Learning Techniques*, 2013,
