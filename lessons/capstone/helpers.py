@@ -120,10 +120,10 @@ def _observed(program_text: str, arguments: dict[str, Any]) -> tuple:
     return losses, evaluated, weights, ledger, sum(computed)
 
 
-def quietly(fn: Callable, *args: Any, ranks: int, verify: bool = False) -> list[Any]:
-    """Run a function on ranks without what they print; those that can never go on are told at once."""
+def quietly(fn: Callable, *args: Any, ranks: int, verify: bool = False, shown: bool = False) -> list[Any]:
+    """Run a function on ranks, what they print not `shown`; those that can never go on are told at once."""
     watch = Watch(math.inf, math.inf, look=0.1)
-    with contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.nullcontext() if shown else contextlib.redirect_stdout(io.StringIO()):
         return run(fn, args, {}, ranks, 30.0, "gloo", watch=watch, verify=verify)
 
 
@@ -133,7 +133,7 @@ def run_text(program_text: str, ranks: int = RANKS, verify: bool = False, **argu
     Ranks that can never go on are told at once, with the line in which each of them stands.
     """
     loaded(program_text)
-    found = quietly(_observed, program_text, arguments, ranks=ranks, verify=verify)
+    found = quietly(_observed, program_text, arguments, ranks=ranks, verify=verify, shown=True)
     return Seen(*map(list, zip(*found, strict=True)))
 
 
