@@ -40,11 +40,11 @@ def write(root: Path, lesson: str, folder: Path, seen: Sequence[Path] = ()) -> P
             found = counts[f"{name[3:]}.{check}"]
             solution = re.sub(r"^ *### (BEGIN|END) SOLUTION\n?", "", code.get(check, ""), flags=re.MULTILINE).strip()
             parts += [f"## {title}", f"`check.{check}`" + (f": {found.pop('', 0)} have passed." if seen else "")]
-            parts += [f"```python\n{solution}\n```", "| seen | key | what the learner reads |\n|---|---|---|"]
-            told = COMMON_HINTS | PAPER_HINTS | known
+            told, rows = COMMON_HINTS | PAPER_HINTS | known, ["| seen | key | what learners read |", "|---|---|---|"]
             for key in sorted({**known, **found}, key=lambda key: -found[key]):
                 words = " ".join(told.get(key, "").split()).replace("|", "\\|")
-                parts[-1] += f"\n| {found[key] or ''} | {key} | {words} |"
+                rows.append(f"| {found[key] or ''} | {key} | {words} |")
+            parts += [f"```python\n{solution}\n```", *(["\n".join(rows)] if rows[2:] else [])]
     write_text(folder / f"{name}_key.md", "\n\n".join(parts) + "\n")
     return folder / f"{name}_key.md"
 
