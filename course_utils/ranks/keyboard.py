@@ -38,7 +38,8 @@ class _Keyboard(io.TextIOBase):
         """Ask over ``task`` what functions of this rank ask."""
         self._task = task
         builtins.input = self.input
-        pdb.Pdb = _Debugger  # where breakpoint(), pdb.set_trace(), pdb.post_mortem() and dist.breakpoint() look
+        sys.breakpointhook = _stop_here
+        pdb.Pdb = _Debugger  # where pdb.set_trace(), pdb.post_mortem() and dist.breakpoint() look
 
     def write(self, text: str) -> int:
         self._said.append(text)
@@ -100,6 +101,12 @@ class _Keyboard(io.TextIOBase):
 
 
 keyboard = _Keyboard()
+
+
+def _stop_here(*_arguments, **_named) -> None:
+    """Stands in for ``breakpoint``, also where Ray has named a debugger of its own; 0 switches it off, as in Python."""
+    if os.environ.get("PYTHONBREAKPOINT") != "0":
+        _Debugger().set_trace(sys._getframe(1))
 
 
 class _Debugger(pdb.Pdb):
