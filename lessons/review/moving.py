@@ -86,17 +86,15 @@ COLLECTIVES = (
     Q("milliseconds of an all-reduce", "02.5", "{P} billion gradients of 2 bytes on {n} ranks, links of {G} Gb/s "
       "each way. How many ms does a ring all-reduce take at least?", {"P": (1, 7, 13), "n": (8, 64), "G": (100, 400)},
       "a02.gradient_all_reduce_seconds(P * 1e9, 2, n, G) * 1e3", "ms",
-      {"a02.gradient_all_reduce_seconds(P * 1e9, 2, n, G * 8) * 1e3": "Links are given in bits: {G} Gb/s are {G / "
-       "8} GB/s.", "a02.gradient_all_reduce_seconds(P * 1e9, 1, n, G) * 1e3": "That is half of it: one round, or "
-       "one byte for each gradient.",
-       "a02.gradient_all_reduce_seconds(P * 1e9, 4, n, G) * 1e3": "These gradients have 2 bytes, not 4."},
+      {"answer / 8": "Links are given in bits: {G} Gb/s are {G / 8} GB/s.", "answer / 2":
+       "That is half of it: one round, or one byte for each gradient.", "2 * answer": "These gradients have 2 "
+       "bytes, not 4."},
       "2(N−1)/N · 2 Ψ bytes, over the bytes a second of one direction.", tolerance=0.01),
     Q("bus bandwidth", "02.5", "An all-reduce of {S} GB on {n} GPUs takes {t} ms. What is its bus bandwidth?",
       {"S": (1, 2), "n": (4, 8), "t": (8, 12.5)}, "a02.bandwidths('all_reduce', n, S * 1e9, t / 1e3)[1]", "GB/s",
       {"a02.bandwidths('all_reduce', n, S * 1e9, t / 1e3)[0]": "This is the algorithm bandwidth S/t, which falls "
-       "with more ranks although no link is slower.",
-       "a02.bandwidths('all_gather', n, S * 1e9, t / 1e3)[1]": "(N−1)/N is the factor of all-gather; all-reduce "
-       "has twice that."},
+       "with more ranks although no link is slower.", "answer / 2": "(N−1)/N is the factor of all-gather; "
+       "all-reduce has twice that."},
       "S/t · 2(N−1)/N: what each link carries, to be compared with the data sheet.", tolerance=0.01),
     Q("many small all-reduces", "02.5", "{k} tensors of {s} kB are reduced by a ring of {n} ranks, one by one, at "
       "10 µs a step and 100 GB/s. How many times as long does it take as flattened into one?", {"k": (10, 100),
@@ -123,8 +121,8 @@ LINKS = (
     Q("ridge", "01.7", "A data sheet prints {p} TFLOP/s for bf16 with sparsity, and {b} TB/s of memory. How many "
       "FLOP a byte must a dense product have so that memory no longer limits it?", {"p": (624, 1979, 4500),
       "b": (2, 3.35, 8)}, "a01.roofline_point(p, True, b * 1e3, 1, 1, 1)[0]", "FLOP a byte",
-      {"a01.roofline_point(p, False, b * 1e3, 1, 1, 1)[0]": "The printed figure counts products with zeros, which "
-       "are skipped. Dense ones reach half of it."},
+      {"2 * answer": "The printed figure counts products with zeros, which are skipped. Dense ones reach half of "
+       "it."},
       "Dense FLOP/s over bytes a second: the ridge of the roofline."),
     Q("intensity of a thin product", "01.7", "{b} rows times a weight of {k} × {k}, all in bf16. How many FLOP a "
       "byte is that?", {"b": (8, 16, 64), "k": (8192, 16384)}, "a01.roofline_point(989, False, 3350, b, k, k)[1]",
@@ -142,7 +140,7 @@ LINKS = (
     Q("where latency is half", "01.3", "A link takes {LINKS[k].latency * 1e6} µs for a message of no length and "
       "carries {LINKS[k].bandwidth / 1e9} GB/s. At which size do latency and bytes cost the same?",
       {"k": ("nvlink4", "pcie4", "pcie5", "ib_ndr")}, "LINKS[k].latency * LINKS[k].bandwidth / 1e3", "kB",
-      {"LINKS[k].latency * LINKS[k].bandwidth / 8e3": "The bandwidth is in bytes already."},
+      {"answer / 8": "The bandwidth is in bytes already."},
       "S = α · bandwidth. Smaller messages pay mostly latency, so joining them is nearly free."),
     Q("slowest link", "01.5", "A path has three links, of {a}, {b} and {c} GB/s. How many GB/s does a long message "
       "get?", {"a": (450, 300), "b": (63, 31.5), "c": (50, 25)}, "a01.widest_path([('gpu', 'switch', a), ('switch', "

@@ -101,8 +101,9 @@ class Question:
     unit : str
         Of the number; empty for a choice.
     wrong : mapping
-        Well-known wrong answers and what is wrong with them: expressions for a number; for a choice all options, in
-        their order (or one expression that gives this mapping), each with what is told when it is not the answer.
+        Well-known wrong answers and what is wrong with them: expressions for a number, also of the `answer`; for a
+        choice all options, in their order (or one expression that gives this mapping), each with what is told when it
+        is not the answer.
     why : str
         The answer in one sentence.
     """
@@ -139,7 +140,8 @@ class Asked:
         wrong = self._value(row.wrong) if isinstance(row.wrong, str) else row.wrong
         if row.unit:
             self.choices: list[str] = []
-            self.mistakes = [(self._value(expression), self._filled(told)) for expression, told in wrong.items()]
+            known = self.values | {"answer": self.answer}
+            self.mistakes = [(value_of(expression, known), self._filled(told)) for expression, told in wrong.items()]
         else:
             self.mistakes = [(self._filled(option), self._filled(told)) for option, told in wrong.items()]
             self.choices = [option for option, _ in self.mistakes]

@@ -75,7 +75,7 @@ SEVERAL_HOSTS = (
       "2(N−1)/N · S with all N ranks: what one rank sends."),
     Q("what leaves by hosts", "16.2", "The same all-reduce of {S} MB on {m} hosts of {p} ranks, hierarchical. How "
       "many MB leave each host?", {"S": (100, 480), "m": (2, 3), "p": (4, 8)}, "bytes_sent('all_reduce', m, S)", "MB",
-      {"bytes_sent('all_reduce', m, S) / p": "That is one rank's part; each of the {p} ranks sends one.",
+      {"answer / p": "That is one rank's part; each of the {p} ranks sends one.",
        "bytes_sent('all_reduce', m * p, S)": "That is the flat ring."},
       "An all-reduce among H hosts, 2(H−1)/H · S, however many ranks they have."),
     Q("numbered in turn", "16.9", "{p} ranks on each of {m} hosts are numbered in turn, host after host, so that "
@@ -131,23 +131,21 @@ SERVING = (
       "g": ("a100", "h100", "h200")}, "GPUS[g].memory_bandwidth / (2 * PUBLISHED[m].parameter_count)",
       "tokens a second",
       {"GPUS[g].flops['bf16'] / (2 * PUBLISHED[m].parameter_count)": "FLOP/s allow that much, but each step has to "
-       "read all weights.", "GPUS[g].memory_bandwidth / PUBLISHED[m].parameter_count":
-       "A weight has two bytes."},
+       "read all weights.", "2 * answer": "A weight has two bytes."},
       "Bytes a second over bytes of weights: decode waits for memory, so a batch is nearly free."),
     Q("cache of a token", "17.2", "How many kB does {m} ({PUBLISHED[m].layers} layers, {PUBLISHED[m].kv_heads} "
       "key-value heads of {PUBLISHED[m].hidden // PUBLISHED[m].heads} numbers, 2 bytes) keep in the cache for a "
       "token?", {"m": ("Llama 3 8B", "Llama 3 70B", "Llama 3 405B")}, "serving.cache_bytes(PUBLISHED[m]) / 1e3", "kB",
-      {"serving.cache_bytes(PUBLISHED[m]) / 2e3": "Keys and values are both kept.",
-       "serving.cache_bytes(PUBLISHED[m]) * PUBLISHED[m].queries_per_key / 1e3": "With grouped queries only the "
-       "key-value heads are kept.",
+      {"answer / 2": "Keys and values are both kept.",
+       "answer * PUBLISHED[m].queries_per_key": "With grouped queries only the key-value heads are kept.",
        "serving.cache_bytes(PUBLISHED[m]) / 1e3 / PUBLISHED[m].layers": "Each layer has its own."},
       "2 · layers · key-value heads · width of a head · bytes."),
     Q("sequences that fit", "17.2", "A model has {w} GB of weights and {c} kB of cache a token, on {n} GPUs of 80 "
       "GB with 8 key-value heads (tensor parallel). How many sequences of {T} tokens fit?", {"w": (16, 140),
       "c": (131.072, 327.68), "n": (4, 8), "T": (8192, 32768)},
       "a17.cache_plan(1, 8, c * 1e3 / 32, 2, w, n, 80, T)[2]", "sequences",
-      {"a17.cache_plan(1, 8, c * 1e3 / 32, 2, w, n, 80, T)[2] // n": "GPUs share the heads of the cache as they "
-       "share the weights.", "int(80 * n * 1e9 // (c * 1e3 * T))": "The weights take their part first."},
+      {"answer // n": "GPUs share the heads of the cache as they share the weights.",
+       "int(80 * n * 1e9 // (c * 1e3 * T))": "The weights take their part first."},
       "(Memory − weights / t) over the cache of a sequence / t: more GPUs leave more room for "
       "readers.", tolerance=0.005),
     Q("latency of small messages", "17.3", "One reader's token takes {w} ms on one GPU. With tensor parallelism "

@@ -17,8 +17,7 @@ TENSOR_PARALLELISM = (
     Q("bytes of a layer", "09.6", "Tensor parallelism over {t} GPUs: a micro-batch of {b} × {s} tokens, width {h}, "
       "2 bytes. How many MB does a GPU send for one layer, forward and backward?", {"t": (2, 8), "b": (1, 4),
       "s": (4096,), "h": (4096, 8192)}, "a09.tp_traffic(b, s, h, t, 2, 900, 'GB/s', 2, 400)[0]", "MB",
-      {"a09.tp_traffic(b, s, h, t, 2, 900, 'GB/s', 2, 400)[0] / 2": "That is forward alone.",
-       "a09.tp_traffic(b, s, h, t, 2, 900, 'GB/s', 2, 400)[0] / 4": "That is one of the four all-reduces.",
+      {"answer / 2": "That is forward alone.", "answer / 4": "That is one of the four all-reduces.",
        "4 * b * s * h * 2 / 1e6": "An all-reduce sends 2(t−1)/t of its tensor."},
       "Four all-reduces of the activations: it grows with the tokens, not with the parameters.", tolerance=0.01),
     Q("which link", "09.9", "A layer's tensor-parallel messages take {a} ms over NVLink, {x} GB/s with both "
@@ -117,9 +116,9 @@ LONG_SEQUENCES = (
     Q("bytes of ring attention", "11.3", "Ring attention in forward over {n} ranks, {t} tokens on each, keys and "
       "values of width {w}, 2 bytes. How many MB does a rank send in one layer?", {"n": (4, 8), "t": (8192, 16384),
       "w": (1024, 4096)}, "context.ring_bytes(t, w, n)[0] / 1e6", "MB",
-      {"context.ring_bytes(t, w, n)[0] / 2e6": "Keys and values both travel.",
-       "n * 2 * t * w * 2 / 1e6": "The last hop would bring them home: N−1 hops are enough.",
-       "context.ring_bytes(t, w, n)[1] / 1e6": "That is backward, where gradients travel along."},
+      {"answer / 2": "Keys and values both travel.", "n * 2 * t * w * 2 / 1e6": "The last hop would bring them "
+       "home: N−1 hops are enough.", "context.ring_bytes(t, w, n)[1] / 1e6": "That is backward, where gradients "
+       "travel along."},
       "(N−1) times its keys and values.", tolerance=0.01),
     Q("the busiest rank", "11.4", "A causal sequence of {T} tokens is cut into {n} runs, one a rank. How many times "
       "as many pairs as the mean does the last rank compute?", {"T": (65536,), "n": (4, 8, 16)},
@@ -136,9 +135,8 @@ LONG_SEQUENCES = (
     Q("does the ring hide", "11.5", "A rank computes {f} TFLOP/s and sends {g} GB/s, bf16, {q} queries to a key, no "
       "mask. How many tokens must a rank hold so that ring attention hides its messages?", {"f": (400, 800),
       "g": (25, 450), "q": (4, 8)}, "context.overlap_tokens(f * 1e12, g * 1e9, q)", "tokens",
-      {"context.overlap_tokens(f * 1e12, g * 1e9, 1)": "With grouped queries less is sent for the same computing.",
-       "context.overlap_tokens(f * 1e12, g * 1e9, q, causal=True)": "Half of the pairs is computed under a causal "
-       "mask only."},
+      {"q * answer": "With grouped queries less is sent for the same computing.",
+       "2 * answer": "Half of the pairs is computed under a causal mask only."},
       "FLOP/s over bytes a second and queries a key: computing grows with the square of the tokens, messages "
       "linearly."),
     Q("Ulysses or ring", "11.6", "{n} ranks with {t} tokens each; queries of width {w}, keys and values of width "
@@ -153,14 +151,14 @@ EXPERTS = (
     Q("capacity", "11.9", "{t} tokens choose {k} of {e} experts each, capacity factor {c}. How many copies of "
       "tokens does an expert take at most?", {"t": (4096, 8192), "k": (2, 8), "e": (64, 256), "c": (1.25, 1.5)},
       "experts.capacity(t, e, k, c)", "copies",
-      {"experts.capacity(t, e, 1, c)": "Each token makes {k} copies.",
-       "experts.capacity(t, e, k, 1)": "An even share times the factor."},
+      {"answer / k": "Each token makes {k} copies.", "experts.capacity(t, e, k, 1)": "An even share times the "
+       "factor."},
       "Factor · tokens · k / experts: what is above is dropped, and what is below is padding."),
     Q("dispatch", "11.7", "A rank has {t} tokens of {b} bytes; each goes to {k} experts, chosen evenly over {n} "
       "ranks. How many MB does it send to others in dispatch?", {"t": (4096,), "b": (7168, 8192), "k": (2, 8),
       "n": (8, 64)}, "experts.dispatch_bytes(t, k, b, n) / 1e6", "MB",
-      {"experts.dispatch_bytes(t, 1, b, n) / 1e6": "A copy goes to each of the {k} experts.",
-       "t * k * b / 1e6": "One copy in N stays on the rank."},
+      {"answer / k": "A copy goes to each of the {k} experts.", "t * k * b / 1e6": "One copy in N stays on the "
+       "rank."},
       "Tokens · k · bytes · (N−1)/N, and as much again to combine: an all-to-all in each "
       "direction.", tolerance=0.01),
     Q("memory of experts", "11.7", "A mixture has {e} experts in a layer, of which a token uses {k}. How many times "

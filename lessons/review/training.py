@@ -84,8 +84,7 @@ SCALING_AND_MFU = (
       "Playbook). How many times as fast is the larger job?", {"i": (3, 4, 5)}, "recorded.ULTRASCALE_DP.gpus[i] / 8 "
       "* recorded.ULTRASCALE_DP.tokens_per_gpu[i] / recorded.ULTRASCALE_DP.tokens_per_gpu[0]", "times",
       {"recorded.ULTRASCALE_DP.gpus[i] / 8": "So it would be if each GPU kept its rate.",
-       "recorded.ULTRASCALE_DP.tokens_per_gpu[i] / recorded.ULTRASCALE_DP.tokens_per_gpu[0]":
-       "This is the rate of one GPU; there are more of them."},
+       "answer * 8 / recorded.ULTRASCALE_DP.gpus[i]": "This is the rate of one GPU; there are more of them."},
       "GPUs times the rate of each: efficiency falls, and the job still becomes faster."),
     Q("one slow rank", "05.3", "{n} ranks take {t} ms for a step; one of them needs {d} ms more. By how many per "
       "cent do tokens a second fall?", {"n": (8, 64, 512), "t": (100, 200), "d": (25, 50)},
@@ -98,8 +97,7 @@ SCALING_AND_MFU = (
       "takes as long as the all-reduce?", {"n": (8, 64), "f": (400, 800), "g": (25, 50)},
       "(bytes_sent('all_reduce', n, 2) / (g * 1e9)) / (6 / (f * 1e12))", "tokens",
       {"(2 / (g * 1e9)) / (6 / (f * 1e12))": "A ring sends 2(N−1)/N of the gradients, not each once.",
-       "(bytes_sent('all_reduce', n, 2) / (g * 1e9)) / (2 / (f * 1e12))": "2 FLOPs are forward alone; backward has "
-       "4 more."},
+       "3 * answer": "2 FLOPs are forward alone; backward has 4 more."},
       "The number of parameters cancels out: only tokens, FLOP/s and bytes a second count."),
     Q("a larger model", "05.4", "A model becomes {k} times as large; GPUs, tokens a GPU and links stay. What "
       "happens to the share of communication in data parallelism, without overlap?", {"k": (3, 10)},
@@ -122,10 +120,9 @@ SCALING_AND_MFU = (
     Q("MFU", "05.6", "A model of {P} billion parameters trains at {r} tokens a second for each H100 (989.4 TFLOP/s "
       "dense). What is its MFU, attention left out?", {"P": (7, 8), "r": (8000, 9500)},
       "100 * a05.mfu_and_hfu(P * 1e9, r, 1, 989.4, 0)[0]", "%",
-      {"100 * a05.mfu_and_hfu(P * 1e9, r, 1, 989.4, 0)[0] / 3": "2 FLOPs a parameter are forward alone; with "
-       "backward there are 6.", "100 * a05.mfu_and_hfu(P * 1e9, r, 1, 2 * 989.4, 0)[0]":
-       "The larger peak on the data sheet counts sparsity.",
-       "100 * a05.mfu_and_hfu(P * 1e9, r, 1, 989.4, 1)[1]": "With 8 FLOPs you count recomputation: that is HFU."},
+      {"answer / 3": "2 FLOPs a parameter are forward alone; with backward there are 6.",
+       "answer / 2": "The larger peak on the data sheet counts sparsity.",
+       "answer * 8 / 6": "With 8 FLOPs you count recomputation: that is HFU."},
       "6 · parameters · tokens a second, over the dense peak."),
     Q("MFU out of HFU", "05.6", "A paper reports {h} % of the peak and counts all of forward twice, because it "
       "recomputes everything. What is the MFU?", {"h": (44, 52, 60)},
@@ -143,10 +140,8 @@ SCALING_AND_MFU = (
     Q("days of training", "05.6", "How many days do {n} H100 (989.4 TFLOP/s) take for {T} trillion tokens and {P} "
       "billion parameters at an MFU of {m} %?", {"n": (512, 1024), "T": (1, 2), "P": (8, 70), "m": (40,)},
       "6 * P * 1e9 * T * 1e12 / (n * GPUS['h100'].flops['bf16'] * m / 100) / 86400", "days",
-      {"2 * P * 1e9 * T * 1e12 / (n * GPUS['h100'].flops['bf16'] * m / 100) / 86400": "2 FLOPs are forward alone; "
-       "training takes 6 for each parameter and token.",
-       "6 * P * 1e9 * T * 1e12 / (n * GPUS['h100'].flops['bf16']) / 86400": "No job reaches the peak: divide by "
-       "the MFU too."},
+      {"answer / 3": "2 FLOPs are forward alone; training takes 6 for each parameter and token.",
+       "answer * m / 100": "No job reaches the peak: divide by the MFU too."},
       "6 · parameters · tokens over FLOP/s · MFU."),
     Q("top-k", "05.14", "Each of {n} ranks sends the largest {p} % of its fp32 gradients, with an index of 4 bytes "
       "each, by an all-gather. How many times fewer bytes is that than by a ring all-reduce of all?",
@@ -182,8 +177,7 @@ MEMORY = (
       {"p": ("fp32", "mixed"), "o": ("sgd", "momentum", "adam")}, "model_states(1.0, precision=p, optimizer=o).total",
       "bytes",
       {"16": "Count the states: none with SGD, one with momentum, two with Adam.",
-       "model_states(1.0, precision=p, optimizer=o).total - 2 * OPTIMIZERS[o]": "States of the optimizer have 4 "
-       "bytes each."},
+       "answer - 2 * OPTIMIZERS[o]": "States of the optimizer have 4 bytes each."},
       "Weights and gradients, master weights if mixed, and 4 bytes for each state."),
     Q("ZeRO stage", "06.3", "{P} billion parameters, mixed precision, Adam, {n} ranks, ZeRO stage {s}. How many GB "
       "of model states does a rank hold?", {"P": (7.5, 13), "n": (8, 64), "s": (1, 2, 3)},
@@ -236,14 +230,14 @@ FSDP_AND_DEEPSPEED = (
     Q("bytes of FSDP", "07.2", "{P} billion parameters in blocks, bf16 gathered and reduced, {n} ranks, one "
       "micro-batch. How many GB does a rank send in a step by default, the root left out?", {"P": (7, 13),
       "n": (8, 64)}, "a07.fsdp_traffic(1, P * 1e9, 0, n, 2, 2, 1)[2]", "GB",
-      {"bytes_sent('all_reduce', n, 2 * P)": "That is DDP. FSDP gathers a second time for backward."},
+      {"answer / 1.5": "That is DDP. FSDP gathers a second time for backward."},
       "Two all-gathers and a reduce-scatter of 2 Ψ bytes each."),
     Q("gathered and kept", "07.8", "With `reshard_after_forward=False` blocks stay gathered from forward to "
       "backward. How many GB does a rank then send in a step ({P} billion parameters, 2 bytes, {n} ranks)?",
       {"P": (7, 13), "n": (8, 64)}, "bytes_sent('all_gather', n, 2 * P) + bytes_sent('reduce_scatter', n, 2 * P)",
       "GB",
-      {"a07.fsdp_traffic(1, P * 1e9, 0, n, 2, 2, 1)[2]": "That is the default, which gathers again for backward.",
-       "bytes_sent('all_gather', n, 2 * P)": "Gradients still have to be reduced."},
+      {"1.5 * answer": "That is the default, which gathers again for backward.",
+       "answer / 2": "Gradients still have to be reduced."},
       "As many as DDP, for the memory of all gathered parameters: this is ZeRO-2."),
     Q("only the root wrapped", "07.3", "Somebody calls `fully_shard` on the model only, not on its {L} blocks ({P} "
       "billion parameters, bf16, {n} ranks). How many GB of gathered parameters does a rank hold in forward?",
