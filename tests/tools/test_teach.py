@@ -32,6 +32,7 @@ NONSENSE = (  # what is no check and no prediction of the course, as bytes
     *(f'{{"who": "W", "name": "N", {more}}}'.encode() for more in (
         '"check": "collectives.no_such", "hint": ""', '"check": "collectives.bandwidths"', '"check": 3, "hint": ""',
         '"question": "no such", "said": 1', '"question": "sent by each of 4 ranks", "said": NaN',
+        '"question": "sent by each of 4 ranks", "said": 1, "result": "x"',
         '"question": "sent by each of 4 ranks", "said": 1e999', '"question": "sent by each of 4 ranks", "said": "x"',
         '"question": "the pace", "said": "<script>"', '"question": "the pace", "said": ["right"]',
         f'"question": "the pace", "said": "{"y" * 200}"')),
@@ -129,6 +130,7 @@ def test_who_has_not_the_token_or_the_path_or_a_place_is_refused(port: int, room
     assert [asked(port, "/tell", text)[0] for text in told] == [200] * 32 + [400]
     assert all(asked(port, path)[0] == 200 for path in ("/", f"/{SECRET}/"))
     assert asked(port, f"/{SECRET}/show", "question=x&stage=1")[0] == 400
+    assert asked(port, "/tell")[0] == asked(port, f"/{SECRET}/show")[0] == 405
 
 
 def test_a_learner_joins_by_a_line_until_the_end(port: int, room: Classroom, tmp_path, monkeypatch, capsys):

@@ -116,9 +116,11 @@ class Classroom:
         said, result = event["said"], event.get("result")
         if any(isinstance(value, float) and not math.isfinite(value) for value in (said, result)):
             return False
+        if result is not None and isinstance(result, str) != isinstance(said, str):
+            return False
         choices = self.questions.get(event["question"], ())
         if isinstance(said, str):
-            event["said"] = _plain(said)
+            event |= {"said": _plain(said), "result": result and _plain(result)}
             return choices is None and bool(event["said"]) or bool(choices) and said in choices
         return choices == []
 
@@ -154,9 +156,9 @@ class Classroom:
                 found.append((about, [said for said, _ in pairs], right))
         return found
 
-    def kept(self) -> str:
-        """All of it as JSON."""
-        return json.dumps({"learners": self.learners, "shown": self.shown}, indent=1)
+    def kept(self) -> dict[str, Any]:
+        """All that was told and shown."""
+        return {"learners": self.learners, "shown": self.shown}
 
 
 def _plain(text: str) -> str:

@@ -45,6 +45,8 @@ class Page(RequestHandler):
         self.set_header("Cache-Control", "no-store")
 
     def get(self) -> None:
+        if not self.name:
+            raise HTTPError(405)
         self.finish(PAGES.load(self.name).generate(nonce=self.nonce, address=self.token, room=self.room, **self.more()))
 
     def more(self) -> dict[str, Any]:
@@ -133,8 +135,11 @@ def serve(host: str, port: int, most: int, keep: Path | None, only: tuple[str, .
     address = f"http://{host or own_address()}:{port}/#{token}"
 
     def save() -> None:
-        if keep:
-            write(keep, json.dumps({"token": token, "secret": secret} | json.loads(room.kept()), indent=1))
+        try:
+            if keep:
+                write(keep, json.dumps({"token": token, "secret": secret, **room.kept()}, indent=1))
+        except OSError as error:  # a full disk ends no class
+            print(f"not kept: {error}", flush=True)
 
     async def run() -> None:
         server = HTTPServer(application(room, token, secret, address), max_body_size=4096, max_header_size=8192,
