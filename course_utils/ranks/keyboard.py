@@ -28,7 +28,7 @@ class _Keyboard(io.TextIOBase):
     """What pdb reads from and writes to."""
 
     def __init__(self) -> None:
-        self.header: dict = {}  # of the call that runs
+        self.answered = False  # whether somebody can answer in the call that runs
         self._said: list[str] = []
         self._task = None
         self._examines = False  # whether it asks on behalf of a post-mortem
@@ -73,7 +73,7 @@ class _Keyboard(io.TextIOBase):
     def require(self, kind: type[Exception], what: str) -> None:
         """Refuse what needs an answer where nobody can give one, and outside the rank's main thread."""
         main = os.getpid() == state.pid and threading.current_thread() is threading.main_thread()
-        if not (main and self.header.get("answers")):
+        if not (main and self.answered):
             raise kind(f"ranks have no keyboard here, so {what}")
 
     def greet(self) -> None:
@@ -89,7 +89,7 @@ class _Keyboard(io.TextIOBase):
 
     def post_mortem(self, error: BaseException) -> None:
         """Let the learner look at the failed call as it stands, if somebody can."""
-        if not self.header["answers"] or not isinstance(error, Exception) or isinstance(error, bdb.BdbQuit):
+        if not self.answered or not isinstance(error, Exception) or isinstance(error, bdb.BdbQuit):
             return
         self._examines = True
         with contextlib.suppress(BaseException):  # an interrupt ends the debugger; the failure is told all the same

@@ -197,7 +197,7 @@ def _serve(header: dict, body: bytes) -> tuple:
             state.place, state.environment = header["place"], None
             _take_place()
         linecache.cache.update(header["sources"])
-        keyboard.header = header
+        keyboard.answered = header["answers"]
         interceptor.reset()
         process_group.prepare(header)
         state.environment = os.environ._data.copy()
