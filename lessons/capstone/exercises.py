@@ -219,9 +219,9 @@ check.repairs(repairs, seed)
 # | 4 of 5 | 55 | 16, section 2; 04, sections 5 and 15 | at most 6 calls, less than a flat ring over the cable |
 #
 # The program exchanges each gradient by itself, and sends more over the cable than one flat ring would. Write an
-# exchange that gives the mean over all ranks to 1 % of the largest number, in place, for any list of gradients, and on
-# any number of hosts with two ranks. `inside` are the ranks of this host, `across` those with this rank's place on all
-# hosts.
+# exchange that gives the mean over all ranks, in place, for any list of gradients: each gradient to 1 % of its own
+# largest number, on any number of hosts with two ranks. `inside` are the ranks of this host, `across` those with this
+# rank's place on all hosts.
 #
 # **Product:** a function that `train(exchange=…)` takes. **Points:** modelled seconds of the reference, divided by
 # yours, on the cable of your seed.
