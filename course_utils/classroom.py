@@ -16,7 +16,7 @@ from .predictions import learners_copy
 __all__ = ["join_class"]
 
 _here: dict[str, Any] = {}  # outside of a learner's copy, in whose class.json it stands for all its notebooks
-_sending: threading.Thread | None = None  # that tells the latest, after those before it
+_SECONDS = 2.0  # that a thread waits for the dashboard
 
 
 def join_class(address: str = "", name: str = "", hours: float = 12) -> None:
@@ -54,17 +54,13 @@ def telling(check: Callable) -> Iterator[None]:
 
 def tell(**what: Any) -> None:
     """Tell the dashboard, if its learner has joined: in a thread, and what goes wrong there is nobody's concern."""
-    global _sending
-
-    def send(mine: dict[str, Any], before: threading.Thread | None) -> None:
-        if before:
-            before.join()
-        with contextlib.suppress(Exception):
-            _post(mine, what)
-
     if (mine := _mine()).get("until", 0) > time.time():
-        _sending = threading.Thread(target=send, args=(mine, _sending), daemon=True)
-        _sending.start()
+        threading.Thread(target=_tried, args=(mine, what), daemon=True).start()
+
+
+def _tried(mine: dict[str, Any], what: dict[str, Any]) -> None:
+    with contextlib.suppress(Exception):
+        _post(mine, what)
 
 
 def _mine() -> dict[str, Any]:
@@ -79,4 +75,4 @@ def _post(mine: dict[str, Any], what: dict[str, Any]) -> None:
     address, _, token = mine["address"].partition("#")
     data = json.dumps({"who": mine["who"], "name": mine["name"], **what}).encode()
     asked = Request(f"{address.rstrip('/')}/tell", data, {"Authorization": f"Bearer {token}"})
-    build_opener(ProxyHandler({})).open(asked, timeout=2).close()  # straight there, past no proxy
+    build_opener(ProxyHandler({})).open(asked, timeout=_SECONDS).close()  # straight there, past no proxy

@@ -106,7 +106,8 @@ class Classroom:
                 tries[key] = tries.get(key, 0) + 1
         if "question" in event:
             kept = own["said"].get(event["question"], [None, None])
-            own["said"][event["question"]] = [event["said"], event.get("result", kept[1])]
+            result = event.get("result")
+            own["said"][event["question"]] = [event["said"], kept[1] if result is None else result]
 
     def _fits(self, event: dict[str, Any]) -> bool:
         if "check" in event:
