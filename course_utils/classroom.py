@@ -36,7 +36,7 @@ def join_class(address: str = "", name: str = "", hours: float = 12) -> None:
     except Exception as error:  # whatever answers there, or does not
         print(f"No class joined at {mine['address'] or 'no address'}: {error}. Cells run all the same.")
     else:
-        print(f"You have {'joined' if hours else 'left'} the class, {name or 'without a name'}.")
+        print(f"You have joined the class, {name or 'without a name'}." if hours else "You have left the class.")
 
 
 @contextlib.contextmanager
