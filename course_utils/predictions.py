@@ -13,7 +13,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Prediction", "keep", "kept", "learners_copy", "number", "predict", "predictions"]
+__all__ = ["Prediction", "buttons", "keep", "kept", "learners_copy", "number", "predict", "predictions"]
 
 _COPY = ".course.json"  # in the folder of a learner's copy
 _FILE = "predictions.json"
@@ -53,7 +53,7 @@ class Prediction:
 
         if self.choices:
             known = self.said if self.said in self.choices else None
-            entry: Any = widgets.RadioButtons(options=self.choices, value=known, layout={"width": "max-content"})
+            entry: Any = buttons(self.choices, known)
         else:
             known = "" if self.said is None else f"{self.said:g}"
             entry = widgets.Text(value=known, placeholder="a number", continuous_update=False)
@@ -104,6 +104,13 @@ class Prediction:
         if self.said is not None:
             tell(question=self.about, said=self.said, result=self.result)
             keep(self.about, {"said": self.said, "is": self.result, "unit": self.unit})
+
+
+def buttons(choices: Sequence[str], chosen: str | None = None) -> Any:
+    """A button for each choice. Tab and the space bar reach all; JupyterLab keeps the arrow keys of radio buttons."""
+    import ipywidgets as widgets
+
+    return widgets.ToggleButtons(options=choices, value=chosen, style={"button_width": "max-content"})
 
 
 def number(text: str) -> float | None:

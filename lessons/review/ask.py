@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from datetime import date, timedelta
 from typing import Any
 
-from course_utils.predictions import keep, kept, number
+from course_utils.predictions import buttons, keep, kept, number
 
 from . import aloud, moving, running, splitting, training
 from .question import Asked, Question, Spoken, place_of, rounded, shown
@@ -137,44 +137,32 @@ class Box:
         style = "max-width: 60em; margin: 4px 0 1em"
         return f"<details style='{style}'><summary style='cursor: pointer'>{summary}</summary>{body}</details>"
 
-    @property
-    def lettered(self) -> list[tuple[str, str]]:
-        """Options with letters before them, and without."""
-        return [(f"{letter}. {option}", option) for letter, option in zip("ABCDEF", self.choices, strict=False)]
-
     def _ipython_display_(self) -> None:
         from IPython.display import display
 
         from course_utils.draw.controls import view
 
-        options = "".join(f"<br>{shown(text)}" for text, _ in self.lettered) if self.asked else ""
+        options = "".join(f"<br>– {shown(option)}" for option in self.choices) if self.asked else ""
         html = f"{self.question}{options}{self.fold}"
         words = {"text/html": html, "text/plain": self.text}
         display(view(self.field()) | words, raw=True)
 
     def field(self) -> Any:
-        """The widget. An answer counts when Enter is pressed in its field, or *Check*.
-
-        Options have letters for the field: JupyterLab keeps arrow keys for its cells when the cursor is in no field.
-        """
+        """The widget. A number counts when Enter is pressed, or *Check*; an option when it is pressed."""
         import ipywidgets as widgets
 
-        hint = f"a number, {self.asked.row.unit}" if not self.choices else "its letter, or click"
-        entry = widgets.Text(placeholder=hint, continuous_update=False)
-        lettered = self.lettered
-        options = widgets.RadioButtons(options=lettered, value=None, layout={"width": "auto"})
-        button, told = widgets.Button(description="Check"), widgets.HTML("")
+        told, button = widgets.HTML(""), widgets.Button(description="Check")
+        entry: Any = buttons(self.choices) if self.choices else widgets.Text(
+            placeholder=f"a number, {self.asked.row.unit}", continuous_update=False)
 
         def check(_: Any) -> None:
-            typed = entry.value.strip()
-            by_letter = {text[0]: option for text, option in lettered}
-            value = (by_letter.get(typed.upper()) if typed else options.value) if lettered else number(typed)
-            told.value = "Please choose, or enter a number such as 12.5." if value is None else self.say(value)
+            value = entry.value if self.choices else number(entry.value)
+            told.value = "Please enter a number, such as 12.5." if value is None else self.say(value)
 
-        button.on_click(check)
         entry.observe(check, "value")
-        parts = [widgets.HTML(self.question), *([options] if lettered else []), widgets.HBox([entry, button])]
-        return widgets.VBox([*parts, told, widgets.HTML(self.fold)])
+        button.on_click(check)
+        row = entry if self.choices else widgets.HBox([entry, button])
+        return widgets.VBox([widgets.HTML(self.question), row, told, widgets.HTML(self.fold)])
 
 
 class Clock:

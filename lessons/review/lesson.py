@@ -28,9 +28,9 @@
 # %% [markdown]
 # ## How it works
 #
-# Take paper. Write a number into the field, or the letter of an option, and press *Enter*. *Tab* goes from one field to
-# the next, and the space bar opens a fold. Your first answer counts. A well-known wrong answer is told from others: you
-# learn what it would be the answer to. Then try again, or open the fold *Answer*.
+# Take paper. Write a number into the field and press *Enter*, or press one of the options. *Tab* goes from one to the
+# next; the space bar presses a button and opens a fold. Your first answer counts. A well-known wrong answer is told
+# from others: you learn what it would be the answer to. Then try again, or open the fold *Answer*.
 #
 # A question that you answered well comes again after 1 day, then after 3, 7, 21 and 60 days; one that you did not, in
 # the next run. Results are kept in `work/predictions.json`, beside your predictions, and nowhere else.

@@ -92,7 +92,7 @@ def test_a_prediction_shows_a_field_or_choices_and_words_where_there_are_no_widg
     shown = []
     monkeypatch.setattr(IPython.display, "display", lambda data, raw: shown.append(data))
     monkeypatch.setattr(IPython, "get_ipython", lambda: True)
-    for made, kind in ((predict("a number", unit="s"), "Text"), (predict("a choice", ["x", "y"]), "RadioButtons")):
+    for made, kind in ((predict("a number", unit="s"), "Text"), (predict("a choice", ["x", "y"]), "ToggleButtons")):
         label, row = made.field().children
         field, told = row.children
         assert type(field).__name__ == kind and made.about in label.value
