@@ -69,7 +69,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     text = "guard(seconds): past this time the test fails, past twice the time if workers share the machine"
-    config.addinivalue_line("markers", text)
+    for mark in (text, "limit(seconds): of a check in tests/gpu", "lessons: a whole lesson in tests/gpu"):
+        config.addinivalue_line("markers", mark)
     from course_utils.ranks import processes
 
     processes.end_server()  # which began with the import: each module says what ranks are to find imported

@@ -71,9 +71,9 @@ def test_pages_open_on_average_as_the_exercise_says():
 
 
 @pytest.mark.guard(300)
-def test_lesson_runs_without_ffcv(tmp_path):
+def test_lesson_runs_without_ffcv(tmp_path, pytestconfig):
     lesson_file = ROOT / "notebooks" / "15_ffcv_data_loading.ipynb"
-    cells = run_core(lesson_file, tmp_path, use_ffcv=False, world_size=3)
+    cells = run_core(lesson_file, tmp_path, deeper=pytestconfig.getoption("thorough"), use_ffcv=False, world_size=3)
     text = ["".join(output.get("text", "") for output in cell.outputs) for cell in cells]
     assert any("FFCV is left out" in part and "recorded" in part for part in text[:4])
     assert any("epoch 1: [167, 167, 167] samples by rank, 500 different" in part for part in text)

@@ -21,7 +21,9 @@ TABLES = {
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_program_runs_and_prints_its_table(name, tmp_path):
+def test_program_runs_and_prints_its_table(name, tmp_path, pytestconfig):
+    if name != "launcher" and not pytestconfig.getoption("thorough"):
+        pytest.skip("--thorough runs the others too")
     command = [sys.executable, ROOT / "benchmarks" / f"{name}.py", "--quick", "--output", tmp_path / "measured.json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from gpu.test_lessons import CELLS, NUMBERS, statements
 
 from course_utils.traces import load
 
@@ -89,12 +91,24 @@ def test_a_check_that_fails_hangs_or_dies_is_named_and_the_others_run(tmp_path: 
     assert not other.exists() or other.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
-def test_every_check_that_can_runs_on_the_cpu(tmp_path: Path):
-    done = gpu_check("--on", "cpu", "--out", str(tmp_path))
+@pytest.mark.parametrize("lesson", CELLS)
+def test_cells_stand_in_their_lesson_once(lesson: str):
+    for wanted, _, first in CELLS[lesson]:
+        assert statements(lesson, wanted, first)[2]
+
+
+def test_every_check_that_can_runs_on_the_cpu(tmp_path: Path, pytestconfig: pytest.Config):
+    """Of the cells of lessons, which their notebooks run too, those of one; --thorough runs all."""
+    others = set() if pytestconfig.getoption("thorough") else {f"cells_{number}" for number in NUMBERS[:-1]}
+    texts = [path.read_text() for path in ROOT.glob("tests/gpu/test_*.py")]
+    checks = {name for text in texts for name in re.findall(r"^def test_(\w+)\(", text, re.M)} - {"cells", "lesson"}
+    checks |= {f"cells_{number}" for number in NUMBERS} - others
+    done = gpu_check("--on", "cpu", "--out", str(tmp_path), "--only", *sorted(checks))
     report = stored(tmp_path)
     found = {check["name"]: check for check in report["checks"]}
     assert done.returncode == 0 and report["complete"] and report["machine"]["torch"], done.stdout
     skipped = {name for name, check in found.items() if check["status"] == "skipped"}
+    assert found.keys() == checks
     assert skipped - {"c_program", "tracer", "cells_03"} == GPU_ONLY  # these want headers and a compiler
     assert found["train_program"]["facts"]["steps"] == [2, 4, 6, 8]
     trace, = load(tmp_path / "trace.json.gz")

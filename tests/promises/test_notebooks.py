@@ -23,7 +23,8 @@ RANKS = {
 THOROUGH = {"16": (2, 6)}  # others: 2 and 3
 WITHOUT_RANKS = {"20"}
 LEFT_OUT = {  # unless asked for with --thorough
-    "01", "05",  # no rank has a part of anything: the number changes only how many lines are printed
+    "01", "05", "13", "14",  # no rank has a part of anything: the number changes only how many lines are printed
+    "00",  # tests/promises/test_browser.py runs it through JupyterLab's menu
     "08",  # tests/lessons/test_deepspeed_lesson.py runs it without DeepSpeed
     "15",  # tests/lessons/test_ffcv_data_loading_lesson.py runs it with 3 ranks, and without FFCV
     "16",  # tests/lessons/test_multi_node_lesson.py runs it with 2 ranks, without emulated hosts and Slurm

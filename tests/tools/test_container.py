@@ -33,7 +33,9 @@ def test_the_doctor_finds_two_ranks_and_no_hosts_and_says_why():
     assert re.search(r"hosts +this \w+ \w+ .*make the network of emulated hosts", done.stdout), done.stdout
 
 
-def test_the_first_lesson_runs(tmp_path: Path):
+def test_the_first_lesson_runs(tmp_path: Path, pytestconfig: pytest.Config):
+    if not pytestconfig.getoption("thorough"):
+        pytest.skip("--thorough runs it: the doctor starts ranks, too")
     done = contained(sys.executable, "-c", CORE, tmp_path)
     assert done.returncode == 0, done.stderr
 
