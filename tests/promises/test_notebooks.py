@@ -18,9 +18,9 @@ LESSONS = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
 RANKS = {
     "00": 2, "01": 2, "05": 2,  # give no rank a share of a tensor or of the data
     "12": 6,  # takes an even number from 4 on, or 4
-    "16": 2,  # on two hosts
+    "16": 2, "18": 2,  # on two hosts; lesson 18 has two ranks on each
 }
-THOROUGH = {"16": (2, 6)}  # others: 2 and 3
+THOROUGH = {"16": (2, 6), "18": (2, 6)}  # others: 2 and 3
 WITHOUT_RANKS = {"20"}
 LEFT_OUT = {  # unless asked for with --thorough
     "01", "05", "13", "14",  # no rank has a part of anything: the number changes only how many lines are printed
