@@ -47,7 +47,7 @@ import torch.distributed as dist
 from IPython.display import Markdown
 from torch.distributed.device_mesh import init_device_mesh
 
-from course_utils import WorkerError, launch
+from course_utils import WorkerError, launch, shutdown
 from course_utils.predictions import predict, predictions
 from course_utils.programs import ROOT, SCRIPTS, TEXT, folded, read_log, run_program, wait_for_step
 from course_utils.recordings import real_or_recorded
@@ -1720,6 +1720,147 @@ low_pairs.compare(sum(rate < 0.6 * median(best.values()) for rate in rates.value
 # In torchft a host that comes back gets its weights from a healthy one. That is section 10's layout once more: where
 # each host has a full copy, losing a host loses no weights, and no checkpoint has to be read. NCCL itself can make a
 # communicator of those that are left (`ncclCommShrink`, [lesson 03](03_nccl.ipynb)).
+
+# %% [markdown] tags=["deeper"]
+# ## 17. From the cell to the cluster · deeper
+#
+# A notebook's `launch` needs three things from a cluster: somebody who finds places for the ranks, carries messages to
+# them, and notices that a node has gone. [Ray](https://docs.ray.io/en/latest/cluster/getting-started.html) does these
+# three, so `launch(fn, on="ray")` leaves them to it. It asks for one CPU per rank, with NCCL for one GPU, on as few
+# nodes as possible. On each of them a process of Ray's, an **actor**, starts the ranks exactly as your notebook does
+# on its own machine. Therefore the rest stays as you know it: labelled output, the first error with its rank and
+# line, exit codes and signals, the table of where each rank stands at a time-out or an interrupt, `record`, and ranks
+# that stay warm. With `COURSE_ON=ray` in its environment, a notebook does so in every cell.
+#
+# ```text
+# one machine   ray start --head
+# Slurm         srun --nodes=2 --ntasks-per-node=1 ray symmetric-run --address HOST:6379 -- jupyter lab
+# Kubernetes    a RayCluster made by KubeRay; the notebook runs in its network, from the same image
+# ```
+#
+# The second line starts Ray on all hosts of a job and the command after `--` on HOST, the first of them; Ray ends
+# with the command. (It and the third were read, not run.) A notebook elsewhere finds its cluster by `RAY_ADDRESS`.
+#
+# What differs: ranks use the nodes' network and not only loopback, so ports between nodes must be open (section 4).
+# `hosts=`, `verify=` and `%%ranks` stay on the notebook's machine. Ranks that stay warm keep their places, for 15
+# minutes without a call or until `shutdown()`. All nodes need the same Python, PyTorch and course; a difference is
+# told before anything runs.
+#
+# **Predict.** Four ranks on two nodes have answered one call. How long does the next take, if its function does
+# nothing?
+
+# %% tags=["deeper"]
+warm = predict("milliseconds of an empty warm call, four ranks on two nodes", unit="ms")
+
+# %% tags=["deeper"]
+from statistics import median
+
+on_ray = os.environ.get("COURSE_ON") == "ray"
+sentence = "Ray 2.60.0, two nodes that share a machine of two cores" if on_ray else "COURSE_ON is not ray."
+
+
+def seconds_of(size, on):
+    """Seconds of a call with an argument of so many bytes."""
+    argument = bytes(size)
+    start = time.perf_counter()
+    launch(len, argument, world_size=4, on=on)
+    return time.perf_counter() - start
+
+
+def what_calls_cost(on):
+    """Seconds of a first call, then the median of warm ones, by the size of the argument."""
+    shutdown()
+    costs = {"first call": seconds_of(0, on)}
+    for name, size, times in (("warm call", 0, 20), ("1 MB", 10**6, 10), ("100 MB", 10**8, 3)):
+        costs[name] = median(seconds_of(size, on) for _ in range(times))
+    return costs
+
+
+# %% tags=["deeper", "nbval-ignore-output"]
+def on_both():
+    return {on: what_calls_cost(on) for on in ("here", "ray")}
+
+
+costs = real_or_recorded("ray_calls", on_both, (on_ray, sentence))
+print(f"{'':12}{'here':>10}{'on Ray':>10}")
+for name, here in costs["here"].items():
+    print(f"{name:12}{1000 * here:7.0f} ms{1000 * costs['ray'][name]:7.0f} ms")
+
+# %% tags=["deeper"] jupyter={"source_hidden": true}
+assert 20 * costs["ray"]["warm call"] < costs["ray"]["first call"]
+assert costs["ray"]["100 MB"] > 5 * costs["ray"]["1 MB"]
+warm.compare(1000 * costs["ray"]["warm call"])
+
+# %% [markdown] tags=["deeper"]
+# **Compare.** Some milliseconds: a message to each rank and two ways back through Ray, on top of what the call costs
+# here. The first call costs seconds, because an actor starts on each node and imports PyTorch there, once for all its
+# ranks. (`here` its import was over before the clock began.) A large argument is stored once by Ray and fetched by
+# every node, then copied to every rank.
+#
+# So send what is small, a configuration or a path, and let the ranks read data where they are.
+#
+# ### A function as a Slurm job
+#
+# On a cluster without Ray you can still send a function. [submitit](https://github.com/facebookincubator/submitit)
+# stores it in a file, writes the batch script of section 6, and reads what each task has returned. Here it runs on
+# `login`, where `sbatch` is:
+
+# %% tags=["deeper"]
+program = """
+import logging
+import submitit
+
+logging.disable()  # of accounts, which this Slurm does not keep
+
+def total(value):
+    import torch
+    import torch.distributed as dist
+
+    place = submitit.helpers.TorchDistributedEnvironment()
+    place.export(set_cuda_visible_devices=False)
+    dist.init_process_group("gloo")
+    x = torch.tensor(value + place.rank)
+    dist.all_reduce(x)
+    return f"rank {place.rank} of {place.world_size}, all met at {place.master_addr}: {x.item()}"
+
+
+executor = submitit.AutoExecutor("jobs")
+executor.update_parameters(nodes=2, tasks_per_node=1, timeout_min=10)
+print(*executor.submit(total, 10).results(), sep="\\n")
+"""
+
+
+# %% tags=["deeper", "nbval-ignore-output"]
+from importlib.util import find_spec
+
+
+def as_a_job():
+    with tempfile.TemporaryDirectory() as folder, SlurmCluster(hosts=2) as cluster:
+        Path(folder, "submit.py").write_text(program)
+        return cluster.run(f"cd {folder} && {sys.executable} submit.py 2> warnings", timeout=200)
+
+
+here = slurm.available() if find_spec("submitit") else (False, "submitit is not installed (make ray).")
+said = real_or_recorded("submitit_job", as_a_job, here).splitlines()
+print(*said, sep="\n")
+assert said == [f"rank {rank} of 2, all met at node0: 21" for rank in range(2)]
+
+# %% [markdown] tags=["deeper"]
+# `export` sets the variables of section 1 from those of Slurm. Nothing is warm: each call waits in the queue and
+# imports PyTorch in every task. Output is in files (`job.stdout()`), and the limit has a trap: submitit has Slurm send
+# SIGUSR2 90 s before the end (`--signal=USR2@90`), so that `timeout_min=2` leaves a function half a minute.
+#
+# | | you send | ranks between calls | several hosts | a failure |
+# |---|---|---|---|---|
+# | `launch(fn, on="ray")` | a function, from a cell | stay warm | by Ray | first cause, table of all ranks |
+# | submitit 1.5 | a function, as a batch job | end | by Slurm | the task's traceback, as text |
+# | Monarch | method calls to a mesh of actors | keep their state | by jobs of its own | goes up a tree of supervisors |
+# | jupyter-distributed 0.1 | each cell: the kernel is N processes | have all variables | no | each rank's traceback |
+#
+# (The last two from their own descriptions, [Monarch](https://github.com/meta-pytorch/monarch) and
+# [jupyter-distributed](https://pypi.org/project/jupyter-distributed/), in November 2026.) Monarch turns the picture
+# round: one program, the controller, says what each mesh of actors does next, which suits work whose parts differ,
+# such as reinforcement learning. jupyter-distributed has no controller: all variables are on the ranks.
 
 # %% [markdown]
 # ## Recap, with the numbers of this run
