@@ -262,7 +262,7 @@ for name, fn in (("as found", faults.program.mean_gradients), ("yours", exchange
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
-# | 3 of 5 | 50 | 16, sections 5, 7 and 13; 04, section 18 | on with half of the ranks, at most two steps twice |
+# | 3 of 5 | 50 | 16, sections 5, 7 and 13; 04, section 18 | on with half of the ranks, at most one step twice |
 #
 # The ranks of host 1 are killed in the middle of a run, and host 0 goes on alone. The program calls
 # `checkpoint(folder)` as it starts, and `checkpoint(folder, step, state)` on all ranks after every second step, where

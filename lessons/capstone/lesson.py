@@ -44,7 +44,7 @@ print(f"cable     {mine.cable.rate / 1e6:g} Mbit/s, {1e3 * mine.cable.latency:g}
 # A letter has a **trap**: one line that is easily read in another way. The check of part 1 uses three letters, so that
 # each trap comes once. These are the parts:
 #
-# | | you get | you hand in | read again |
+# | | you get | you hand in | read again: lessons (sections) |
 # |---|---|---|---|
 # | 1 | the letter | a layout, its cost, and the memory that stays free | 06, 12 (7 to 10, 17) |
 # | 2 | an order for two hosts of two ranks | the command line that both get | 07, 16 (2, 3, 10) |
@@ -165,8 +165,7 @@ with attempt():
 # %% [markdown]
 # The table names ranks, calls and lines (lesson 14). The line in which a rank waits is seldom the one at fault.
 #
-# For the other two kinds there is the table of section 2. Suppose that the exchange sends its gradients in double
-# precision.
+# For the other two kinds there is the table of section 2. Suppose that gradients are sent in double precision.
 #
 # **Predict**: in which column of that table does it show?
 
@@ -211,9 +210,9 @@ shows.compare("MB sent")
 print(results.table())
 
 # %% [markdown]
-# Level 1 passes what it needs to: sharded data parallelism in the plan, tensor parallelism inside the hosts, the hang
-# alone, and one flat bucket. Level 2 has the full memory of a node, two faults and the hierarchical exchange. Level 3
-# has all of it. A class puts its files into one folder, and `results.table(folder)` verifies and sorts them:
+# Level 1 has sharded data parallelism alone in its plan, tensor parallelism inside the hosts, one of three faults, and
+# one flat bucket. Level 2 has tensor parallelism in the plan, two faults, and the hierarchical exchange. Level 3 has all
+# of it. A class puts its files into one folder, and `results.table(folder)` verifies and sorts them.
 
 # %%
 best = results.verify(results.RESULTS / "reference_level_3.json")
@@ -262,5 +261,5 @@ predictions()
 # **Worth reading**
 # - S. Bekman, [*Machine Learning Engineering Open Book*](https://github.com/stas00/ml-engineering): what running such
 #   jobs is like, from many of them.
-# - S. Zhang et al., *OPT*, 2022, [arXiv 2205.01068](https://arxiv.org/abs/2205.01068), section 2.5: a run of two
-#   months, with what was done when it failed.
+# - S. Zhang et al., *OPT*, 2022, [arXiv 2205.01068](https://arxiv.org/abs/2205.01068): a model of 175 billion
+#   parameters, published with the logbook of its training.
