@@ -550,7 +550,8 @@ print(f"all-to-alls {58e3 * (dispatch + combine):.0f} ms of {1e3 / 21:.0f} ms be
 # %% [markdown] tags=["deeper"]
 # So 144 GPUs are as many as give an expert enough rows to be bound by FLOP/s. (The all-to-alls are DeepEP's published
 # times for 64 ranks, in 58 layers; two halves of the batch take turns, so that one computes while the other travels.)
-#
+
+# %% [markdown] tags=["deeper"]
 # ## 9. Prefill here, decode there · deeper
 #
 # A long prefill makes everybody who decodes wait, even in pieces. So prefill may get GPUs of its own, and send the
@@ -602,7 +603,8 @@ print(f"Llama 3 70B: a token travels {1e6 * sending:.1f} µs, computed in {1e6 *
 # $$\frac{\text{bytes of the cache of a token}}{\text{bytes/s of the link}} < \frac{2 \Psi}{\text{FLOP/s}}$$
 #
 # whatever the length is. Llama 3 70B on 8 H100, with one port of 50 GB/s each, is on the good side by far.
-#
+
+# %% [markdown] tags=["deeper"]
 # ## 10. Speculative decoding · deeper
 #
 # Decode is bound by bytes, so a step with γ + 1 tokens of one sequence takes hardly longer than with one. A small
@@ -651,7 +653,8 @@ for name, millions, drafted, alpha, measured in helpers.MEASURED["speculated"]["
 # A draft that is right more often gains less here, because it costs more: 1.5 to 4 times what its parameters say, but
 # for the smallest. (A negative c is rounding.) And all this holds where a step is bound by bytes. In a large batch
 # drafted tokens cost FLOP/s, and of seven with α = 0.75 more than four are thrown away.
-#
+
+# %% [markdown] tags=["deeper"]
 # ## 11. Who is told what: three patients · deeper
 #
 # Three public threads became patients for the clinic of lesson 14: short programs in which ranks or requests share too
@@ -677,7 +680,8 @@ cured
 # text that no log has. The last kind is the worst. A test like that of section 5 finds it, and so does a comparison
 # with what requests get alone, in fp32 or fp64. In bf16 sums depend on the batch, so texts differ without a fault;
 # vLLM's way out is *batch invariance* ([#50136](https://github.com/vllm-project/vllm/issues/50136)).
-#
+
+# %% [markdown] tags=["deeper"]
 # ## 12. Measures, and a published table · deeper
 #
 # TTFT is the time to the first token, waiting and prefill; TPOT or ITL the time between two tokens, which need not be
@@ -713,7 +717,8 @@ for name, gpu, gpus, prompt, new, published in helpers.MEASURED["full load"]["ro
 #
 # What does a token cost? DeepSeek's 14,800 a second from eight GPUs, for which it assumes 2 dollars an hour each, make
 # 8 · 2 / 3600 / 14,800 = 0.30 dollars for a million tokens of output. Prefill and idle nodes come to it.
-#
+
+# %% [markdown] tags=["deeper"]
 # ## 13. What people use · deeper
 #
 # | here | vLLM ([guides][v]) | SGLang ([arguments][s]) | TensorRT-LLM ([a configuration][t]) |
