@@ -211,8 +211,8 @@ print(results.table())
 
 # %% [markdown]
 # Level 1 has sharded data parallelism alone in its plan, tensor parallelism inside the hosts, one of three faults, and
-# one flat bucket. Level 2 has tensor parallelism in the plan, two faults, and the hierarchical exchange. Level 3 has all
-# of it. A class puts its files into one folder, and `results.table(folder)` verifies and sorts them.
+# one flat bucket. Level 2 has tensor parallelism in the plan, two faults, and the hierarchical exchange. Level 3 has
+# all of it. A class puts its files into one folder, and `results.table(folder)` verifies and sorts them.
 
 # %%
 best = results.verify(results.RESULTS / "reference_level_3.json")
