@@ -145,7 +145,7 @@ class _Node:
                 for token, channel, content in said:
                     self._pass_on(token, channel, content)
         except Exception:  # Ray's sentence depends on who noticed it first
-            self.gone = f"its node {self.name} cannot be reached any more"
+            self.gone = f"its node {self.name} has gone, or Ray has ended its actor there"
         for token in list(self.workers):
             self._pass_on(token, "end", (self.gone, None, None, 0.0))
 

@@ -1755,8 +1755,10 @@ warm = predict("milliseconds of an empty warm call, four ranks on two nodes", un
 # %% tags=["deeper"]
 from statistics import median
 
-on_ray = os.environ.get("COURSE_ON") == "ray"
-sentence = "Ray 2.60.0, two nodes that share a machine of two cores" if on_ray else "COURSE_ON is not ray."
+if os.environ.get("COURSE_ON") == "ray":
+    on_ray = True, "Ray 2.60.0, two nodes that share a machine of two cores"
+else:
+    on_ray = False, "COURSE_ON is not ray."
 
 
 def seconds_of(size, on):
@@ -1781,7 +1783,7 @@ def on_both():
     return {on: what_calls_cost(on) for on in ("here", "ray")}
 
 
-costs = real_or_recorded("ray_calls", on_both, (on_ray, sentence))
+costs = real_or_recorded("ray_calls", on_both, on_ray)
 print(f"{'':12}{'here':>10}{'on Ray':>10}")
 for name, here in costs["here"].items():
     print(f"{name:12}{1000 * here:7.0f} ms{1000 * costs['ray'][name]:7.0f} ms")
@@ -1840,8 +1842,9 @@ def as_a_job():
         return cluster.run(f"cd {folder} && {sys.executable} submit.py 2> warnings", timeout=200)
 
 
-here = slurm.available() if find_spec("submitit") else (False, "submitit is not installed (make ray).")
-said = real_or_recorded("submitit_job", as_a_job, here).splitlines()
+no_submitit = False, "submitit is not installed (make ray)."
+available = slurm.available() if find_spec("submitit") else no_submitit
+said = real_or_recorded("submitit_job", as_a_job, available).splitlines()
 print(*said, sep="\n")
 assert said == [f"rank {rank} of 2, all met at node0: 21" for rank in range(2)]
 
