@@ -124,7 +124,7 @@ def quietly(fn: Callable, *args: Any, ranks: int, verify: bool = False, shown: b
     """Run a function on ranks, what they print not `shown`; those that can never go on are told at once."""
     watch = Watch(math.inf, math.inf, look=0.1)
     with contextlib.nullcontext() if shown else contextlib.redirect_stdout(io.StringIO()):
-        return run(fn, args, {}, ranks, 30.0, "gloo", watch=watch, verify=verify)
+        return run(fn, args, {}, ranks, 60.0, "gloo", watch=watch, verify=verify)
 
 
 def run_text(program_text: str, ranks: int = RANKS, verify: bool = False, **arguments: Any) -> Seen:

@@ -74,11 +74,10 @@ def free_gb(letter: Letter, plan: planner.Plan) -> float:
     return (plan.cluster.card.memory_bytes - plan.memory.total - plan.reserve) / 1e9 - letter.held_gb
 
 
-@cache
-def best_plan(letter: Letter, **restrict: object) -> planner.Plan:
+def best_plan(letter: Letter) -> planner.Plan:
     """The fastest plan without context parallelism that leaves `MARGIN` of the memory free."""
     machine = cluster(letter)
-    found = planner.search(letter.model, machine, letter.tokens_of_step // letter.model.context, cp=1, **restrict)
+    found = planner.search(letter.model, machine, letter.tokens_of_step // letter.model.context, cp=1)
     least = MARGIN * machine.card.memory_bytes / 1e9
     return next(plan for plan in found.plans if free_gb(letter, plan) >= least)
 
@@ -89,6 +88,7 @@ class Job:
 
     seed: int
     letter: Letter
+    best: planner.Plan  # for the letter, as `best_plan` finds it
     trap: str
     cable: Cable
     dies_before: int  # the step that the ranks of the lost host do not begin
@@ -106,5 +106,6 @@ def job(seed: int) -> Job:
     letter = Letter(model=model, gpu=gpu, nodes=nodes + given["lent_nodes"], per_node=8, port_gbit=port,
                     tokens_of_step=sequences * model.context, tokens=tokens, gpu_hours=0, **given)
     cable = Cable(draw.choice((50e6, 100e6, 200e6)), draw.choice((0.2e-3, 0.5e-3, 1e-3)))
-    letter = replace(letter, gpu_hours=round(BUDGET * gpu_hours(letter, best_plan(letter)), -2))
-    return Job(seed, letter, trap, cable, 1 + seed // 2 % (STEPS - 1))
+    best = best_plan(letter)
+    letter = replace(letter, gpu_hours=round(BUDGET * gpu_hours(letter, best), -2))
+    return Job(seed, letter, best, trap, cable, 1 + seed // 2 % (STEPS - 1))

@@ -18,7 +18,7 @@ from course_utils.models import build_gpt
 
 from . import check, faults
 from .helpers import Counts, counts_of
-from .job import Job, best_plan, cluster, free_gb, gpu_hours, job
+from .job import Job, cluster, free_gb, gpu_hours, job
 
 #: Results under version control.
 RESULTS = Path(__file__).parent / "results"
@@ -106,7 +106,7 @@ def points_of(facts: Facts, reported: bool = False) -> dict[str, float]:
     def share(name: str, least: float) -> float:
         return min(1.0, least / max(facts[name][0], 1e-9)) if name in facts else 0.0
 
-    points["plan"] = POINTS["plan"] * share("training step", best_plan(given.letter).seconds)
+    points["plan"] = POINTS["plan"] * share("training step", given.best.seconds)
     points["start"] = POINTS["start"] * share("cable, start", check.LEAST / 1e6)
     named = sum(facts.get(kind) == fault.cause for kind, fault in drawn.items())
     points["faults"] = 5.0 * named + 15.0 * (facts.get("program") == "equal to one process")
