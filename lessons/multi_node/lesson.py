@@ -1739,7 +1739,8 @@ low_pairs.compare(sum(rate < 0.6 * median(best.values()) for rate in rates.value
 # ```
 #
 # The second line starts Ray on all hosts of a job and the command after `--` on HOST, the first of them; Ray ends
-# with the command. (It and the third were read, not run.) A notebook elsewhere finds its cluster by `RAY_ADDRESS`.
+# with the command. (On the Slurm of section 6 it was run, with a program in the place of JupyterLab; the third line was
+# read only.) A notebook elsewhere finds its cluster by `RAY_ADDRESS`.
 #
 # What differs: ranks use the nodes' network and not only loopback, so ports between nodes must be open (section 4).
 # `hosts=`, `verify=` and `%%ranks` stay on the notebook's machine. Ranks that stay warm keep their places, for 15
