@@ -28,7 +28,7 @@
 # - *take* a complete training program and its job files to your own cluster.
 #
 # **Before this:** [02 collectives](02_collectives.ipynb), [04 ddp](04_ddp.ipynb). **Time:** about 45 minutes to read
-# the core, 130 with the deeper sections, about two to run.
+# the core, 140 with the deeper sections, about two to run.
 
 # %% [markdown]
 # Imports and parameters:

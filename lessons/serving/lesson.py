@@ -13,7 +13,7 @@
 # - *run* a server on ranks that loses nothing without a word.
 #
 # **Before this:** [09 tensor parallel](09_tensor_parallel.ipynb),
-# [11 long context and experts](11_long_context_and_experts.ipynb). **Time:** about 40 minutes to read the core, 60
+# [11 long context and experts](11_long_context_and_experts.ipynb). **Time:** about 45 minutes to read the core, 60
 # with the deeper sections, under a minute to run.
 
 # %% tags=["parameters"]

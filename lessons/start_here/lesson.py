@@ -833,10 +833,10 @@ predictions()
 # | [11](11_long_context_and_experts.ipynb) | How do I split a long sequence, and many experts? | 45 (85) | 215 |
 # | [12](12_parallelism_3d.ipynb) | Which TP × PP × CP × DP for this model on this cluster? | 45 (95) | 200 |
 # | [13](13_profiling.ipynb) | Where does a step's time go? | 45 (90) | 85 |
-# | [14](14_debugging_hangs.ipynb) | It hangs. Which rank, which call, why? | 45 (65) | 135 |
+# | [14](14_debugging_hangs.ipynb) | It hangs. Which rank, which call, why? | 45 (70) | 135 |
 # | [15](15_ffcv_data_loading.ipynb) | Is the GPU waiting for data, and how does FFCV fix that? | 45 (85) | 160 |
-# | [16](16_multi_node.ipynb) | How do I leave this machine: torchrun, elastic, Slurm? | 45 (130) | 125 |
-# | [17](17_serving.ipynb) | How many GPUs serve one model, and who waits for what? | 40 (60) | 140 |
+# | [16](16_multi_node.ipynb) | How do I leave this machine: torchrun, elastic, Slurm? | 45 (140) | 125 |
+# | [17](17_serving.ipynb) | How many GPUs serve one model, and who waits for what? | 45 (60) | 160 |
 # | [18](18_capstone.ipynb) | Can you take a job from a model and a budget to a report? | 20 | 305 |
 # | [20](20_review.ipynb) | What do you still know? | 5 |  |
 # </details>
