@@ -838,6 +838,7 @@ predictions()
 # | [16](16_multi_node.ipynb) | How do I leave this machine: torchrun, elastic, Slurm? | 45 (140) | 125 |
 # | [17](17_serving.ipynb) | How many GPUs serve one model, and who waits for what? | 45 (60) | 160 |
 # | [18](18_capstone.ipynb) | Can you take a job from a model and a budget to a report? | 20 | 305 |
+# | [19](19_a_run_that_went_wrong.ipynb) | The loss falls. Is the run all right? | 45 | 65 |
 # | [20](20_review.ipynb) | What do you still know? | 5 |  |
 # </details>
 #

@@ -1,0 +1,1 @@
+"""Lesson 19: The loss falls. Is the run all right?"""
