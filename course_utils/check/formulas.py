@@ -128,7 +128,7 @@ def _result(wrong: Formula, case: tuple) -> Result | None:
 
 def _arguments(fn: Callable, case: tuple) -> str:
     """The arguments of a case in words, by the names that the answer gives them."""
-    values = [f"{v:.6g}" if isinstance(v, int | float) else str(v) for v in case]
+    values = [f"{v:.6g}" if isinstance(v, int | float) else str(getattr(v, "name", "") or v) for v in case]
     code = getattr(fn, "__code__", None)
     if code and code.co_argcount == len(values):
         values = [f"{name} {value}" for name, value in zip(code.co_varnames, values, strict=False)]

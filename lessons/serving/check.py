@@ -240,6 +240,8 @@ MISTAKES["deployment"] = {
             "if t > 1 else 0  ->  * 0"),
     "latency-only": ("The messages have bytes too: b · hidden numbers of two bytes, in a ring.",
             "machine.latency * 1e-6 + message  ->  machine.latency * 1e-6"),
+    "no-latency": ("The rate is too high: does each of the 2 · layers all-reduces cost its latency?",
+            "machine.latency * 1e-6 + message  ->  message"),
     "no-limit": ("Some step is longer than the limit.", "step <= limit / 1e3 and  ->  "),
     "one-copy": ("Eight GPUs hold 8 / t copies of the model, and all of them serve.",
             "8 // t * b / step  ->  b / step"),
@@ -258,7 +260,7 @@ RIGHT["deployment"] = {
 deployment = paper(
     "Exercise 5", answers.deployment, MISTAKES["deployment"],
     cases=[*SITUATIONS, (CHAT, H100, 2000, 25), (LARGE, PCIE, 500, 100)],
-    units=["GPUs", "tokens/s"], tolerance=0.002,
+    units=["GPU(s) a copy", "tokens/s"], tolerance=0.002,
 )
 
 MISTAKES["three_patients"] = {
@@ -273,6 +275,8 @@ MISTAKES["three_patients"] = {
     "cure": ("What the ranks say after the change stands below. Is it the same as before?", [
             "all_reduce(count, op=dist.ReduceOp.MIN)  ->  all_reduce(count, op=dist.ReduceOp.MAX)",
             "if not any(  ->  if any("]),
+    "own-numbers": ("Another machine has room for other numbers of blocks. The cure must hold for all of them.",
+            '"broadcast(count, src=0)": "all_reduce(count, op=dist.ReduceOp.MIN)"  ->  "[6, 5][dist.get_rank()]": "5"'),
 }
 RIGHT["three_patients"] = {
     "the latest clock": "dist.broadcast(clock, src=0)  ->  dist.all_reduce(clock, op=dist.ReduceOp.MAX)",
@@ -283,6 +287,12 @@ RIGHT["three_patients"] = {
 @checked
 def three_patients(fn):
     """Check ``fn()``: number of each patient -> its cause, and the edit that heals it."""
-    run = Exercise("Exercise 6", hints_of(MISTAKES["three_patients"]))
-    count = ward(run, fn, servers.clinic(), (1, 2, 3))
+    run, clinic = Exercise("Exercise 6", hints_of(MISTAKES["three_patients"])), servers.clinic()
+    count = ward(run, fn, clinic, (1, 2, 3))
+    run.case, edit = "patient 2", {**fn()[2][-1], "[6, 5]": "[7, 4]"}
+    try:
+        healed = clinic.run(servers.CASES[1], {"edit": edit}).is_healthy("4 blocks filled")
+    except ValueError:  # the edit has replaced the numbers
+        healed = False
+    run.require(healed, "own-numbers", "with room for 7 and 4 blocks the cure does not heal.")
     run.passed(f": {count} causes found, and {count} servers healed, each by a run.")
