@@ -74,8 +74,8 @@ def main(args: argparse.Namespace) -> int:
         urllib.request.urlopen(f"{args.address}/health", timeout=10).close()
     except (OSError, ValueError) as error:
         sys.exit(f"no server answers at {args.address}, given as http://HOST:PORT: {error}")
-    head = " ".join(["clients", *(f" {ending}" for ending in ENDINGS), " tokens/s", "first token ms,  95 %",
-                     "between tokens, 95 %"])
+    head = "clients" + "".join(f"  {ending}" for ending in ENDINGS) + f"{'tokens/s':>10}"
+    head += f"{'first ms':>12}{'95 %':>6}{'between ms':>15}{'95 %':>7}"
     print(head + (f"  in {args.limit:g} ms" if args.limit else ""), flush=True)
     lost = 0
     for clients in args.clients:

@@ -18,7 +18,6 @@
 
 # %% tags=["parameters"]
 import random
-import timeit
 from dataclasses import replace
 
 import torch
@@ -48,7 +47,7 @@ world_size = 4  # ranks that share each layer and the model's 12 heads: 2, 3, 4 
 # thousand. With each weight of two bytes it does two FLOPs for each token. So a step with t tokens does t FLOPs per
 # byte, while an H200 can do 206 in the time in which it reads one byte (lesson 01). Prefill has thousands of tokens and
 # is bound by **FLOP/s**. Decode has one token for each of b **sequences**, and is bound by the **bytes** of the weights
-# and of the cache, up to hundreds of sequences and more.
+# and of the cache: for any b, unless texts are short, since each sequence has a cache of its own.
 
 
 # %%
@@ -81,15 +80,7 @@ one_reader.compare(1 / max(step_times(llama, h200, 1, 1000)))
 # %% [markdown]
 # **Compare.** About 300, however many FLOP/s the GPU has: 3.4 ms for each token are the bytes.
 #
-# Sixty-four sequences take 1.5 times as long and get 42 times as many tokens, so the second is nearly free. This is why
-# a server puts strangers into one **batch**. On this machine's CPU computing takes longer with a few rows already:
-
-# %% tags=["nbval-ignore-output"]
-weight, seconds = torch.randn(4096, 4096), {}
-for rows in (1, 16, 64):
-    x = torch.randn(rows, 4096)
-    seconds[rows] = min(timeit.repeat(lambda: x @ weight, number=1, repeat=5))  # noqa: B023
-    print(f"{rows:2} rows: {seconds[rows] / seconds[1]:.1f} times as long as one")
+# Sixty-four sequences take 1.5 times as long and get 42 times the tokens, so a server puts strangers in one **batch**.
 
 # %%
 reached = {"data sheet": (1, 1), "rates of the record": (helpers.COMPUTING, helpers.READING)}
@@ -134,7 +125,7 @@ sequences.compare(fit)
 # %% [markdown]
 # **Compare.** 59, at 1.07 GB each (*modelled*; activations take some of it).
 #
-# The ridge of 295 sequences is far away: memory limits decode twice, by its rate and size. Both grow with more GPUs.
+# The ridge of 295 is out of reach, since each sequence brings bytes of its own. Memory limits decode by rate and size.
 #
 # ## 3. Tensor parallelism when each message is small
 #
@@ -170,8 +161,8 @@ assert [entry.bytes for entry in ledger if entry.op == "all_reduce"] == [4 * 96 
 # %% [markdown]
 # Four messages of 3 kB, and the tokens that rank 0 has chosen for all. Llama 3 70B has 80 layers, so 160 all-reduces of
 # 16 kB for one reader. At 450 GB/s that many bytes take 0.04 µs, but nothing on a GPU is done in so short a time: these
-# messages cost their **latency** only. A ring passes pieces on 2(N−1) times, each time after the one before. A
-# **one-shot** all-reduce sends everything to everybody at once, and each rank adds up itself.
+# messages cost their **latency** only. In a ring pieces move 2(N−1) times, and each move waits for the one before. In a
+# **one-shot** all-reduce each rank sends everything to everybody at once, and adds up itself.
 
 
 # %%
@@ -228,11 +219,10 @@ more_bytes.compare(7 / (2 * 7 / 8))
 # %% [markdown]
 # **Compare.** 7 S against 2 · 7/8 · S: four times, N/2 in general.
 #
-# So one shot is for small messages. On eight AMD GPUs vLLM took it up to 64 kB
-# ([#39080](https://github.com/vllm-project/vllm/pull/39080)), then two rounds, and leaves what is larger than 8 MiB to
-# NCCL ([#52555](https://github.com/vllm-project/vllm/pull/52555)). Where the switch copies and adds (lesson 03), two
-# rounds need no more bytes, up to three times as fast as a ring (*recorded*,
-# [NVIDIA](https://developer.nvidia.com/blog/3x-faster-allreduce-with-nvswitch-and-tensorrt-llm-multishot/)).
+# So one shot is for small messages. On eight H100 vLLM takes it up to 256 KiB; then the switch copies and adds (lesson
+# 03), and beyond 64 MiB it is NCCL ([its table][ar], where an H100 is "9.0").
+#
+# [ar]: https://github.com/vllm-project/vllm/blob/00d618aab60448acdf3fac3e9c4e2e22d0c6c753/vllm/distributed/device_communicators/all_reduce_utils.py
 #
 # **Predict**: an all-reduce of few bytes takes 33.7 µs as a ring of eight A100 (*recorded*, nccl-tests #123). Suppose
 # the same on eight H100. How many times as fast as with one (if it had the memory) does Llama 3 70B answer one reader?
@@ -253,8 +243,9 @@ tp_speedup.compare(whole / (whole / 8 + 2 * large.layers * A100_LATENCY[8]))
 # %% [markdown]
 # **Compare.** Four times: of 10.7 ms half are messages, and no faster memory shortens them (*modelled*).
 #
-# 7 µs is what vLLM's one shot took for 48 kB on eight MI355X (*recorded*, #39080). Is the formula right? For Llama 2
-# 70B on A100, which read 1.7 TB/s there, [gpt-fast](https://github.com/pytorch-labs/gpt-fast) measured it (*recorded*):
+# 7 µs is what vLLM's one shot took for 48 kB on eight MI355X (*recorded*,
+# [#39080](https://github.com/vllm-project/vllm/pull/39080)). Is the formula right? For Llama 2 70B on A100, which read
+# 1.7 TB/s there, [gpt-fast](https://github.com/pytorch-labs/gpt-fast) measured it (*recorded*):
 
 # %%
 llama2 = replace(large, vocabulary=32_000)  # all else is as in Llama 3
@@ -265,8 +256,9 @@ for gpus, rate in helpers.MEASURED["one reader"]["rows"]:
 # %% [markdown]
 # Within 15 %, always too fast. Four times as many GPUs make 2.9 times as many tokens.
 #
-# > **What changes on real GPUs.** Here the host starts each operation. Engines record a whole step once, in a *CUDA
-# > graph*, and start that: between 160 all-reduces of 7 µs there is no time to start kernels one by one.
+# > **What changes on real GPUs.** Here the host starts each operation. Engines record a step of decode as a *CUDA
+# > graph*, one for each of some batch sizes ([vLLM](https://docs.vllm.ai/en/latest/design/cuda_graphs/)), and start
+# > that: between 160 all-reduces of 7 µs there is no time to start kernels one by one.
 #
 # ## 4. When heads end, split the sequence
 #
@@ -458,7 +450,8 @@ for name, kind in kinds.items():
 static_waits.compare(waited["static"] / waited["continuous"])
 
 # %% [markdown]
-# **Compare.** Some sixteen times. Between two batches the door is closed for as long as the longest answer takes.
+# **Compare.** Some sixteen times at this load, where six of eight places are taken on average: between two batches the
+# door is closed for as long as the longest answer takes. With half as many requests nothing is gained.
 #
 # The last column counts first tokens within ten steps. Pieces of 16 tokens make the first token later, but no step has
 # more than 16, so those who decode wait less between theirs.
@@ -468,8 +461,7 @@ static_waits.compare(waited["static"] / waited["continuous"])
 # `scripts/serve.py` puts this engine behind HTTP, in 250 lines. Requests come to rank 0 only, so in each step it tells
 # the others who has come and gone. Everything else follows from three rules: every limit is checked **at the door**,
 # where a reason can still be given; an answer without its last line is not whole; whoever waits is told when something
-# ends. Its test kills a rank, hangs up, cancels, and asks too much. `scripts/load.py` is the other side: clients that
-# ask, read to the end and ask again, and a table of how long they waited.
+# ends. `scripts/load.py` is the other side: clients that ask, read to the end and ask again, and a table of waits.
 
 # %%
 folded("scripts/serve.py", SCRIPTS / "serve.py")
@@ -494,14 +486,17 @@ grows.compare("first token")
 # **Compare.** The first token: 16 clients wait outside until others have their whole answers.
 #
 # The columns are clients, how their answers ended, tokens a second of all, and for both waits the median and what 95 of
-# 100 stay within. So a late first token has one of three reasons, and `/health` says which, as vLLM's
-# [metrics](https://docs.vllm.ai/en/stable/usage/metrics/) do:
+# 100 stay within. A late first token has one of four reasons inside the engine, and `/health` says which, as vLLM's
+# [metrics](https://docs.vllm.ai/en/stable/usage/metrics/) do. There look first which of two histograms has grown,
+# `request_queue_time_seconds` (the first three) or `request_prefill_time_seconds` (the last). And `put_back`, there
+# `num_preemptions`, grows only if answers outgrow the blocks: who waits at the door puts nobody back.
 #
-# | requests wait, and | `/health` | vLLM | what helps |
+# | reason | `/health` | vLLM | what helps |
 # |---|---|---|---|
-# | blocks are free | `waiting`, `free` | `num_requests_waiting`, `kv_cache_usage_perc` | more at once; copies |
-# | none is free | `put_back` grows | `num_preemptions` grows | room for the cache: GPUs, FP8, fewer at once |
-# | nobody waits | `waiting` is 0 | `prefix_cache_hits` are few | the prompt: prefix cache, budget, TP, section 9 |
+# | all places are taken | `waiting`; as many `running` as may | `num_requests_running` | more at once; copies |
+# | prompts use up the budget | `waiting`; fewer run; many `free` | the same | budget, prefix cache, copies, section 9 |
+# | too few blocks | `free` near 0; `put_back` may grow | `kv_cache_usage_perc` near 1 | GPUs, FP8, fewer at once |
+# | a long prompt | `waiting` is 0 | `prefix_cache_hits`, `_queries` | prefix cache, budget, TP, section 9 |
 #
 # Start it with `torchrun --standalone --nproc-per-node=2 scripts/serve.py`, and replace the function `load` by your
 # model. For a model that is not small, take an engine of section 13, and this as a map of it.
@@ -515,23 +510,34 @@ grows.compare("first token")
 
 # %% tags=["deeper"]
 def eight_gpus(stages, shared, batch=64, length=2000):
-    """Milliseconds to the first token and between tokens, and tokens/s, of Llama 3 70B."""
+    """Of Llama 3 70B: seconds to the first token, those of its messages, and between tokens."""
     at_once = batch * shared // 8  # of each copy and stage
-    between = max(step_times(large, h100, at_once, length)) / shared  # through all layers
+    computing, reading = step_times(large, h100, at_once, length)
+    between = max(computing / helpers.COMPUTING, reading / helpers.READING) / shared
     between += helpers.all_reduces(large, shared, at_once)
-    first = step_times(large, h100, 1, length / 2, length)[0] / shared
-    first += helpers.all_reduces(large, shared, length)
-    return 1e3 * first, 1e3 * between, batch / between
+    prompt = step_times(large, h100, 1, length / 2, length)[0] / helpers.COMPUTING / shared
+    messages = helpers.all_reduces(large, shared, length)
+    return prompt + messages, messages, between
 
 
 for stages, shared in ((1, 8), (8, 1), (4, 2), (1, 4)):
-    first, between, rate = eight_gpus(stages, shared)
-    name = f"{8 // (stages * shared)} x PP {stages} x TP {shared}"
-    print(f"{name}: first token {first:3.0f} ms, then {between:4.1f} each, {rate:5,.0f} tokens/s")
+    first, messages, between = eight_gpus(stages, shared)
+    name = f"{8 // (stages * shared)} x PP {stages} x TP {shared}: first token"
+    times = f"{1e3 * first:3.0f} ms ({1e3 * messages:2.0f} messages), then {1e3 * between:2.0f} ms"
+    print(f"{name} {times}; {8 / shared / first:2.0f} prompts/s, {64 / between:5,.0f} tokens/s")
+for length, shared in ((500, 8), (500, 4), (2000, 8), (2000, 4)):
+    room = shared * h100.memory_bytes - 2 * large.parameter_count
+    most = 8 // shared * int(room // (length * cache_bytes(large)))
+    rate = most / eight_gpus(1, shared, most, length)[2]
+    print(f"{8 // shared} x TP {shared}: {most:5,} of {length:4} tokens, {rate:6,.0f} tokens/s")
 
 # %% [markdown] tags=["deeper"]
-# All *modelled*. For these 64 readers TP 8 is best, though messages, large in prefill, take 27 of 62 ms. With as many
-# readers as fit two copies with TP 4 may make more tokens, and a small model may want eight (exercise 5).
+# All *modelled*, with the rates that one H200 reached. For these 64 readers, and a prompt that finds nobody before it,
+# TP 8 is best, though messages take 27 of 73 ms. But two copies with TP 4 begin 17 prompts a second, and TP 8 only 14:
+# near that rate the copies have the earlier first token. With prompts of 2,048 tokens and short answers two copies made
+# 18 % more in BF16 and 27 % in FP8 (*recorded*, vLLM on eight H100, [poster at ISC
+# 2026](https://app.swapcard.com/event/isc-high-performance-2026/planning/UGxhbm5pbmdfNDQwOTk3Ng==)). With as many
+# readers as fit, copies win where sequences are short, TP 8 where they are long: two copies hold the weights twice.
 #
 # A mixture of **experts** has one more reason to spread. Of 256 experts a token goes to 8, so each expert sees few
 # tokens, and its weights are read for these few. DeepSeek runs decode on 144 GPUs, with 32 experts doubled, and reports
@@ -548,8 +554,8 @@ print(f"{rows:.0f} rows for an expert; from {ridge:.0f} on an H100 is bound by F
 print(f"all-to-alls {58e3 * (dispatch + combine):.0f} ms of {1e3 / 21:.0f} ms between two tokens")
 
 # %% [markdown] tags=["deeper"]
-# So 144 GPUs are as many as give an expert enough rows to be bound by FLOP/s. (The all-to-alls are DeepEP's published
-# times for 64 ranks, in 58 layers; two halves of the batch take turns, so that one computes while the other travels.)
+# Two halves of the batch take turns: one computes while the other travels. So a product has 176 rows, not yet bound by
+# FLOP/s, but each byte of weights serves 176 rows. (The all-to-alls are DeepEP's times for 64 ranks, in 58 layers.)
 
 # %% [markdown] tags=["deeper"]
 # ## 9. Prefill here, decode there · deeper
@@ -684,9 +690,9 @@ cured
 # %% [markdown] tags=["deeper"]
 # ## 12. Measures, and a published table · deeper
 #
-# TTFT is the time to the first token, waiting and prefill; TPOT or ITL the time between two tokens, which need not be
-# shorter than reading; throughput the tokens a second of all, for which one pays. **Goodput** counts only requests that
-# keep a limit, as `load.py --limit` does; in section 6 it was a first token within ten steps.
+# TTFT is the time to the first token, waiting and prefill. TPOT is a request's mean time between tokens, ITL each of
+# these times: its tail shows a long prefill that came between, which a mean hides. Throughput is the tokens a
+# second of all, for which one pays. **Goodput** counts only requests that keep a limit, as `load.py --limit` does.
 #
 # TensorRT-LLM publishes throughput at full load. Can we predict it? Memory says how many sequences run, `step_times`
 # how long a step takes, the messages of a large batch come to it, and prefill takes its share. We allow 73 % of FLOP/s
@@ -714,9 +720,6 @@ for name, gpu, gpus, prompt, new, published in helpers.MEASURED["full load"]["ro
 # On one or two GPUs we are off by a third at most: too low where sequences are long, too high where they are short and
 # batches large, and where what we leave out may count: sampling, the scheduler, small kernels. On eight GPUs we are 1.2
 # to 1.6 times too high, and do not know why. A formula tells what is *possible*, and which limit is near. Then measure.
-#
-# What does a token cost? DeepSeek's 14,800 a second from eight GPUs, for which it assumes 2 dollars an hour each, make
-# 8 · 2 / 3600 / 14,800 = 0.30 dollars for a million tokens of output. Prefill and idle nodes come to it.
 
 # %% [markdown] tags=["deeper"]
 # ## 13. What people use · deeper
@@ -728,16 +731,18 @@ for name, gpu, gpus, prompt, new, published in helpers.MEASURED["full load"]["ro
 # | cache split by sequence (4) | `-dcp` | `--dcp-size` (MLA) | `context_parallel_size`, `HELIX` ([MLA][h]) |
 # | memory for blocks (5) | `--gpu-memory-utilization` | `--mem-fraction-static` | `free_gpu_memory_fraction` |
 # | tokens of a block (5) | `--block-size` | `--page-size` | `tokens_per_block` |
-# | prefix cache (5) | `--enable-prefix-caching` | on; `--disable-radix-cache` | `enable_block_reuse` |
+# | FP8 in the cache (7) | `--kv-cache-dtype` | the same | `dtype` |
+# | prefix cache (5) | on; `--no-enable-prefix-caching` | on; `--disable-radix-cache` | `enable_block_reuse` |
 # | budget (6) | `--max-num-batched-tokens` | `--max-prefill-tokens` | `max_num_tokens` |
-# | pieces (6) | `--enable-chunked-prefill` | `--chunked-prefill-size` | `enable_chunked_prefill` |
+# | pieces (6) | on; `--enable-chunked-prefill` | `--chunked-prefill-size` | `enable_chunked_prefill` |
 # | most at once (6) | `--max-num-seqs` | `--max-running-requests` | `max_batch_size` |
-# | experts (8) | `--enable-expert-parallel` | `--enable-dp-attention` | `moe_expert_parallel_size` |
+# | copies, of attention (8) | `--data-parallel-size` | `--dp-size`, `--enable-dp-attention` | `enable_attention_dp` |
+# | experts (8) | `--enable-expert-parallel` | `--ep-size` | `moe_expert_parallel_size` |
 # | prefill apart (9) | `--kv-transfer-config` | `--disaggregation-mode` | [`cache_transceiver_config`][d] |
 #
-# vLLM's are those of 0.27.1, and from its guides (commit 020505c) `-dcp`, custom all-reduce, experts and prefill apart;
-# SGLang's as of commit 004813e; TensorRT-LLM's guides as of 04c8822 and 0434b98. vLLM plans for all ranks in one
-# process and sends them the plan; SGLang runs its scheduler on every rank, as we do.
+# vLLM's are those of 0.27.1, and from its guides (commit 020505c) `-dcp`, custom all-reduce, copies, experts, and
+# prefill apart; SGLang's as of commit 004813e; TensorRT-LLM's guides as of 04c8822 and 0434b98. vLLM plans for all
+# ranks in one process and sends them the plan; SGLang runs its scheduler on every rank, as we do.
 #
 # [v]: https://docs.cloudera.com/machine-learning/latest/release-notes-privatecloud/topics/ml-caii-supported-vllm-command-line-arguments-sp4.html
 # [s]: https://docs.sglang.io/advanced_features/server_arguments.html
