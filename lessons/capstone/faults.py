@@ -92,8 +92,7 @@ def text() -> str:
 def drawn(seed: int) -> dict[str, Fault]:
     """The three faults of a seed, by kind; those of the next seed are all others."""
     draw = random.Random(seed)
-    where = {"{rank}": str(draw.randrange(1, RANKS)), "{step}": str(draw.choice((0, 2)))}
-    found = {}
+    where, found = {"{rank}": str(draw.randrange(1, RANKS)), "{step}": str(draw.choice((0, 2)))}, {}
     for kind, turn in zip(KINDS, (seed, seed + seed // 7 + 1, seed + seed // 11 + 4), strict=True):
         causes = [*FAULTS[kind]]
         cause = causes[turn % len(causes)]
@@ -101,6 +100,7 @@ def drawn(seed: int) -> dict[str, Fault]:
         for mark, number in where.items():
             edits = {old: new.replace(mark, number) for old, new in edits.items()}
         found[kind] = Fault(cause, edits)
+        where["{rank}"] = str(draw.randrange(1, RANKS - 1))  # a MAX on the last rank alone would harm nothing
     return found
 
 
