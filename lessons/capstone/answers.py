@@ -75,7 +75,7 @@ def checkpoint(folder: str, step: int | None = None, state: dict | None = None):
     """Save the state after so many steps; without them, return the newest whole (steps, state).
 
     folder: exists, and all ranks of all hosts share it; if nothing was saved there, return None.
-    state: tensors by name, the same on all ranks.
+    state: {"model": …, "optimizer": …}, two state dictionaries, the same on all ranks.
     """
     ### BEGIN SOLUTION
     if step is None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import logging
 import math
 import os
 import re
+import resource
 import shlex
 import signal
 import tempfile
@@ -29,7 +29,7 @@ from lessons.parallelism_3d import planner
 
 from . import faults
 from .helpers import Counts, Seen, counts_of, host_of, quietly, run_text, same, undisturbed
-from .job import MARGIN, SEED, cluster, free_gb, gpu_hours, job
+from .job import MARGIN, SEED, Letter, cluster, free_gb, gpu_hours, job
 
 MISTAKES: dict[str, dict[str, tuple]] = {}
 RIGHT: dict[str, dict[str, Any]] = {}
@@ -44,27 +44,35 @@ def plan_run(fn: Callable, seed: int = SEED) -> None:
     for each in (seed, seed + 1, seed + 2):
         letter = job(each).letter
         run.case = f"the letter of seed {each}"
-        got = run.call(fn, letter)
-        form = isinstance(got, tuple) and len(got) == 3 and isinstance(got[0], planner.Layout)
-        run.require(form, "form", f"the function returned {str(got)[:100]}.")
-        layout, hours, free = got
-        machine, sequences = cluster(letter), letter.tokens_of_step // letter.model.context
-        if layout.gpus != machine.gpus:
-            key = "lent" if layout.gpus == letter.nodes * letter.per_node else "form"
-            run.refuse(key, f"the layout has {layout.gpus} GPUs, and {machine.gpus} compute.")
-        against = planner.reasons_against(letter.model, machine, layout, sequences)
-        run.require(not against, "cannot-run", f"{layout} cannot run: {'; '.join(against)}.")
-        run.require(layout.cp == 1, "context", f"the layout is {layout}.")
-        plan = planner.plan(letter.model, machine, layout, sequences)
-        right, least = free_gb(letter, plan), MARGIN * machine.card.memory_bytes / 1e9
-        what = f"{right:.1f} GB stay free on the fullest GPU, {least:.1f} are asked for, and {free:.1f} were returned."
-        run.require(right >= least - 0.05 and abs(free - right) < 0.05, "memory", what)
-        right = gpu_hours(letter, plan)
-        what = f"{layout} takes {right:,.0f} GPU hours on this cluster, and {hours:,.0f} were returned."
-        run.require(abs(hours / right - 1) < 0.005, "hours", what)
-        what = f"{layout} takes {right:,.0f} GPU hours, and {letter.gpu_hours:,.0f} may be spent."
-        run.require(right <= letter.gpu_hours, "budget", what)
-    print("Exercise 1 passed: three plans within their budgets, with the memory that was asked for.")
+        plan = plan_of(run, fn, letter)
+        if each == seed:
+            points = 20 * min(1, job(seed).best.seconds / plan.seconds)
+    print(f"Exercise 1 passed: three plans within their budgets: {points:.1f} of 20 points.")
+
+
+def plan_of(run: Exercise, fn: Callable, letter: Letter) -> planner.Plan:
+    """The plan that the function has chosen for a letter; refuses a wrong one."""
+    got = run.call(fn, letter)
+    form = isinstance(got, tuple) and len(got) == 3 and isinstance(got[0], planner.Layout)
+    run.require(form, "form", f"the function returned {str(got)[:100]}.")
+    layout, hours, free = got
+    machine, sequences = cluster(letter), letter.tokens_of_step // letter.model.context
+    if layout.gpus != machine.gpus:
+        key = "lent" if layout.gpus == letter.nodes * letter.per_node else "form"
+        run.refuse(key, f"the layout has {layout.gpus} GPUs, and {machine.gpus} compute.")
+    against = planner.reasons_against(letter.model, machine, layout, sequences)
+    run.require(not against, "cannot-run", f"{layout} cannot run: {'; '.join(against)}.")
+    run.require(layout.cp == 1, "context", f"the layout is {layout}.")
+    plan = planner.plan(letter.model, machine, layout, sequences)
+    right, least = free_gb(letter, plan), MARGIN * machine.card.memory_bytes / 1e9
+    what = f"{right:.1f} GB stay free on the fullest GPU, {least:.1f} are asked for, and {free:.1f} were returned."
+    run.require(right >= least - 0.05 and abs(free - right) < 0.05, "memory", what)
+    right = gpu_hours(letter, plan)
+    what = f"{layout} takes {right:,.0f} GPU hours on this cluster, and {hours:,.0f} were returned."
+    run.require(abs(hours / right - 1) < 0.005, "hours", what)
+    what = f"{layout} takes {right:,.0f} GPU hours, and {letter.gpu_hours:,.0f} may be spent."
+    run.require(right <= letter.gpu_hours, "budget", what)
+    return plan
 
 
 MISTAKES["plan_run"] = {
@@ -135,11 +143,19 @@ LEAST = 1.202e6  # bytes over the cable of two copies in two shards, by the ledg
 def start(fn: Callable) -> None:
     """Check ``fn(out, data) -> str``: a command line for two hosts of two ranks, whose program then runs there."""
     run = Exercise("Exercise 2", hints_of(MISTAKES["start"]))
+    counted, left, _ = counted_start(run, fn)
+    seen = "more on the wire, with headers" if left else "hosts are not emulated here"
+    points = 15 * min(1, LEAST / counted.cable_bytes)
+    print(f"Exercise 2 passed: {counted.cable_bytes:,.0f} bytes of collectives left a host ({seen}),", end=" ")
+    print(f"the fewest are {LEAST / 1e6:.3f} MB: {points:.1f} of 15 points.")
+
+
+def counted_start(run: Exercise, fn: Callable) -> tuple[Counts, list[int] | None, int]:
+    """What a run with the flags of a command line has counted; refuses one that cannot work, or sends too much."""
     counted, left, steps = started(read_start(run, run.call(fn, "OUT", "DATA")))
     cheap = steps > 0 and counted.cable_bytes < 1.1 * LEAST
     run.require(cheap, "crosses", f"{counted.cable_bytes:,.0f} bytes left a host in {steps} lines of the log.")
-    seen = "more than that on the wire, with headers" if left else "hosts are not emulated here"
-    print(f"Exercise 2 passed: {counted.cable_bytes:,.0f} bytes of collectives left a host; {seen}.")
+    return counted, left, steps
 
 
 def read_start(run: Exercise, command: Any) -> tuple[str, ...]:
@@ -194,13 +210,11 @@ RIGHT["start"] = {
 def repairs(fn: Callable, seed: int = SEED) -> None:
     """Check ``fn() -> {kind: (cause, edits)}`` on the program of a seed, by running what the edits make of it."""
     run = Exercise("Exercise 3", hints_of(MISTAKES["repairs"]))
-    given = run.call(fn)
-    form = isinstance(given, dict) and all(isinstance(one, tuple) and len(one) == 2 for one in given.values())
-    run.require(form, "form", f"the function returned {str(given)[:100]}.")
-    text, right = faults.broken(seed), faults.drawn(seed)
+    given = form_of_repairs(run, fn)
+    text, right, done = faults.broken(seed), faults.drawn(seed), ""
     for kind in faults.KINDS:
         run.case = kind
-        run.require(kind in given, "missing", f"there is no answer for {kind!r}.")
+        run.require(kind in given, "missing", f"there is no answer for {kind!r}.{done}")
         cause, edits = given[kind]
         run.require(cause in faults.FAULTS[kind], "name", f"{cause!r} is none of {', '.join(faults.FAULTS[kind])}.")
         run.require(cause == right[kind].cause, "cause", f"it is not {cause!r}.")
@@ -208,11 +222,20 @@ def repairs(fn: Callable, seed: int = SEED) -> None:
             text = faults.mended(text, edits)
         except (AttributeError, ValueError) as error:
             run.refuse("edit", f"the edits do not fit: {error}.")
+        done += f" The cause of {kind!r} is right."
     run.case = "the program with all edits"
     if text != faults.text():
         judge(run, text)
     causes = [given[kind][0] for kind in faults.KINDS]
     print(f"Exercise 3 passed: {', '.join(causes)}; mended, it is the training of one process, and sends no more.")
+
+
+def form_of_repairs(run: Exercise, fn: Callable) -> dict[str, tuple]:
+    """What the function returns, if it has the form that is asked for."""
+    given = run.call(fn)
+    form = isinstance(given, dict) and all(isinstance(one, tuple) and len(one) == 2 for one in given.values())
+    run.require(form, "form", f"the function returned {str(given)[:100]}.")
+    return {kind: given[kind] for kind in faults.KINDS if kind in given}
 
 
 def judge(run: Exercise, text: str) -> Seen:
@@ -255,9 +278,7 @@ MISTAKES["repairs"] = {
 }
 RIGHT["repairs"] = {
     "another list": f'{SILENT}  ->  {{chosen: "list(gradients)"}}',
-    "a step of the right size": {
-        'log: ""': 'log: "            pass\\n"',
-    },
+    "a step of the right size": {'log: ""': 'log: "            pass\\n"'},
 }
 
 # --- part 4: fewer bytes and messages
@@ -307,8 +328,8 @@ MISTAKES["exchange"] = {
     "sum": ("This is the sum over the ranks, not the mean.", "/ dist.get_world_size()  ->  "),
     "host-mean": ("The mean is over all ranks, not over those of a host.", "/ dist.get_world_size()  ->  / local"),
     "own-host": ("This is what the ranks of one host have: nothing has come from the others.", f"{AGREE}  ->  pass"),
-    "fp16": ("""fp16 ends at 65,504, and a gradient may be larger. bf16 has the range of float32, with three digits
-        less.""", "piece.bfloat16()  ->  piece.half()"),
+    "fp16": ("""fp16 ends at 65,504, and a gradient may be larger. bf16 has the range of float32, and two to
+        three digits.""", "piece.bfloat16()  ->  piece.half()"),
     "not-in-place": ("The optimizer holds these tensors: write the mean into them.",
             f"{BACK}  ->  gradient.data = part.view_as(gradient)"),
     "calls": ("Each call costs its latency. Put the gradients into one flat tensor, as the buckets of lesson 04 do.",
@@ -325,32 +346,43 @@ RIGHT["exchange"] = {"level 1": one_bucket, "level 2": "piece.bfloat16()  ->  pi
 
 def _life(checkpoint: Callable, folder: str, lost: int | None, before: int, torn: bool) -> tuple:
     """On a rank: train; the ranks of host `lost` die before a step, or who saves in the middle of its second save."""
-    rank, save, saved = dist.get_rank(), torch.save, []
+    rank = dist.get_rank()
 
     def at_step(step: int) -> None:
         if lost is not None and rank * 2 // dist.get_world_size() == lost and step >= before:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def half(what: Any, file: Any, *args: Any, **kwargs: Any) -> None:
-        saved.append(file)
-        if len(saved) == 2 and isinstance(file, str | os.PathLike):
-            save(what, buffer := io.BytesIO())
-            Path(file).write_bytes(buffer.getvalue()[: len(buffer.getvalue()) // 2])
-            os.kill(os.getpid(), signal.SIGKILL)
-        save(what, file, *args, **kwargs)
+    def saving(folder: str, *given: Any) -> Any:
+        if not torn or not given or given[0] <= faults.program.EVERY:
+            return checkpoint(folder, *given)
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # which kills who writes more than so much into a file
+        before = [(what, resource.getrlimit(what)) for what in (resource.RLIMIT_FSIZE, resource.RLIMIT_CORE)]
+        for (what, (_, most)), limit in zip(before, (1 << 14, 0), strict=True):
+            resource.setrlimit(what, (limit, most))
+        try:
+            return checkpoint(folder, *given)
+        finally:
+            for what, limits in before:
+                resource.setrlimit(what, limits)
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
-    torch.save = half if torn else save
-    try:
-        return faults.program.train(checkpoint=checkpoint, folder=folder, at_step=at_step)
-    finally:
-        torch.save = save
+    return faults.program.train(checkpoint=saving, folder=folder, at_step=at_step)
 
 
-def lives(checkpoint: Callable, ranks: int, lost: int | None, before: int = 99, torn: bool = False) -> Seen:
+def _eight_and_ten(checkpoint: Callable, folder: str) -> Any:
+    """On a rank: of two saves, the steps of the one that is found."""
+    for step in (8, 10):
+        checkpoint(folder, step, {"model": {"weight": torch.ones(3)}, "optimizer": {"state": {}}})
+    return (checkpoint(folder) or [None])[0]
+
+
+def lives(checkpoint: Callable, ranks: int, lost: int | None, before: int = 99, torn: bool = False) -> Seen | None:
     """Train until a host dies, and on with the ranks of the other one; what the second run did."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             quietly(_life, checkpoint, folder, lost, before, torn, ranks=ranks)
+            if torn:
+                return None
         except WorkerError as error:
             if isinstance(error, HangError) or lost is None and not torn:
                 raise  # else it is as it was to be
@@ -361,15 +393,27 @@ def lives(checkpoint: Callable, ranks: int, lost: int | None, before: int = 99, 
 @checked
 def checkpoint(fn: Callable, seed: int = SEED) -> None:
     """Check ``fn(folder, step, state)``: with it, training goes on with half of the ranks as if nobody had died."""
-    run, meant = Exercise("Exercise 5", hints_of(MISTAKES["checkpoint"])), undisturbed()
-    every, steps, before = faults.program.EVERY, faults.STEPS, job(seed).dies_before
-    again = 0
+    before = job(seed).dies_before
+    again = before - min(survive(Exercise("Exercise 5", hints_of(MISTAKES["checkpoint"])), fn, before).losses[0])
+    print(f"Exercise 5 passed: steps computed twice: {again}, and the losses of a run that nobody disturbs.")
+
+
+def survive(run: Exercise, fn: Callable, before: int) -> Seen:
+    """What the second run did after host 1 died before a step; refuses a function that does not save, or find."""
+    every, steps, meant = faults.program.EVERY, faults.STEPS, undisturbed()
+    found = None
     for run.case, first, arguments in (
+        ("steps 8 and 10 are saved", 10, None),
         ("all steps are done, and it is started again", steps, (2, None)),
         (f"host 1 dies before step {before}", before // every * every, (4, 1, before)),
         ("a rank dies in the middle of its second save", every, (2, None, 99, True)),
     ):
         try:
+            if arguments is None:
+                with tempfile.TemporaryDirectory() as folder:
+                    newest = quietly(_eight_and_ten, fn, folder, ranks=2)
+                run.require(newest == [10, 10], "steps", f"the ranks find {newest}, and not [10, 10].")
+                continue
             seen = lives(fn, *arguments)
         except HangError as error:
             run.refuse("hang", f"it hangs.\n\n{error}")
@@ -377,30 +421,32 @@ def checkpoint(fn: Callable, seed: int = SEED) -> None:
             key = "torn" if "middle" in run.case else "error"
             stub = "NotImplementedError" in error.exception
             run.refuse("empty" if stub else key, f"it ends with {error.exception[:300]}.")
+        if seen is None:
+            print("The check could not kill in the middle of your save, and has not judged it.")
+            continue
         done = [*seen.losses[0]]
         right = [*range(first, steps)]
-        run.require(done == right, "steps" if done else "lost", f"the second start did steps {done}, and not {right}.")
+        run.require(done == right, "steps", f"the second start did steps {done}, and not {right}.")
         for step, loss in seen.losses[0].items():
             what = f"the loss of step {step} is {loss:.5f}, and was to be {meant.losses[0][step]:.5f}."
             run.require(abs(loss / meant.losses[0][step] - 1) < 1e-4, "state", what)
         equal = all(torch.allclose(each, meant.weights[0], 1e-4, 1e-4) for each in seen.weights)
         run.require(equal, "state", "the weights at the end are not those of a run that nobody disturbs.")
-        again = max(0, before - first) if "host" in run.case else again
-    print(f"Exercise 5 passed: steps computed twice: {again}, and the losses of a run that nobody disturbs.")
+        found = seen if "host" in run.case else found
+    return found
 
 
 WRITE = 'os.replace(partial, Path(folder, f"step-{step:06}.pt"))'
 MISTAKES["checkpoint"] = {
     "torn": ("""Half of a file cannot be read. Write under another name, and rename when all is there: what has the name
-        of a checkpoint is then whole (lesson 16, section 7).""",
+        of a checkpoint is then whole (lesson 04, section 18).""",
             {'Path(folder, f"partial-{step}")': 'Path(folder, f"step-{step:06}.pt")', WRITE: "pass"}),
     "steps": ("""The second start goes on with the next step: `step` is the number of steps that are done when it is
-        saved, and the newest checkpoint counts.""",
-            ["saved[-1]  ->  saved[0]",
+        saved, and the newest checkpoint counts. Sorted as texts, "10" stands before "8".""",
+            ['f"step-{step:06}.pt"  ->  f"step-{step}.pt"',
+             "saved[-1]  ->  saved[0]",
              "torch.save((step, state), partial)  ->  torch.save((step - 1, state), partial)",
              "return torch.load(saved[-1]) if saved else None  ->  return None"]),
-    "lost": ("The second start did nothing at all, although steps were left.",
-            "torch.save((step, state), partial)  ->  torch.save((step + 9, state), partial)"),
     "state": ("""What goes on is not what was saved. Weights and optimizer belong together, and both change while the
         next steps go on.""",
             'torch.save((step, state), partial)  ->  torch.save((step, state | {"model": {n: 0 * t for n, t in '
@@ -410,9 +456,7 @@ MISTAKES["checkpoint"] = {
 }
 RIGHT["checkpoint"] = {
     "one name, always replaced": 'f"step-{step:06}.pt"  ->  "step-newest.pt"',
-    "each rank for itself": {
-        "if dist.get_rank() == 0:": "if True:", 'f"partial-{step}"': 'f"partial-{dist.get_rank()}"',
-    },
+    "each rank for itself": {"if dist.get_rank() == 0:": "if True:", '-{step}"': '-{dist.get_rank()}"'},
 }
 
 # --- part 6: the report

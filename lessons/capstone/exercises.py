@@ -13,8 +13,6 @@
 # | 4 | an exchange that sends less | 4 of 5 | 55 |
 # | 5 | a checkpoint that survives | 3 of 5 | 50 |
 # | 6 | a page for the customer | 2 of 5 | 45 |
-#
-# *Follows* on each card names what to read again.
 
 # %% [markdown]
 # **How to work.** Set your seed. Then replace the `raise NotImplementedError` line, run the cell, run the check below
@@ -64,7 +62,8 @@ print(letter)
 # A letter has a trap, one line that is easily misread. The check asks for the letters of your seed and of the next two,
 # which have different ones, so write a function that reads letters. Its fields are `model`, `gpu`, `nodes`,
 # `lent_nodes` (of these), `per_node`, `ports` of a node with `port_gbit` each, `held_gb`, `tokens_of_step`, `tokens`
-# and `gpu_hours`. Return the layout, the GPU hours of the training, and the GB that stay free on the fullest GPU.
+# and `gpu_hours`; the model has its length as `model.context`, and 1 GB is 10⁹ bytes. Return the layout, the GPU
+# hours of the training, and the GB that stay free on the fullest GPU.
 #
 # **Product:** a plan that you would sign. **Points:** the fastest such step, divided by yours.
 
@@ -108,9 +107,9 @@ print(check.ORDER, check.LINK)
 
 # %% [markdown]
 # Write the command line that is typed on both hosts, beginning with `torchrun`. Both get it word for word, but for
-# `{host}`, which stands for 0 and 1. A rank has room for half of the states, no more. Choose the mesh in such a way
-# that as few bytes as possible leave a host. The check reads the line, runs `train.py` with your flags on two hosts,
-# and counts what collectives send over the cable.
+# `{host}`, which stands for 0 and 1. The program is `scripts/train.py`, as it stands here. A rank has room for half
+# of the states, no more. Choose the mesh in such a way that as few bytes as possible leave a host. The check reads
+# the line, runs `train.py` with your flags on two hosts, and counts what collectives send over the cable.
 #
 # **Product:** a command line. **Points:** the fewest bytes, divided by yours.
 
@@ -216,11 +215,11 @@ check.repairs(repairs, seed)
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
-# | 4 of 5 | 55 | 16, section 2; 04, sections 5 and 15 | at most 6 calls, less than a flat ring over the cable |
+# | 4 of 5 | 55 | 16, section 2; 04, sections 5 and 15 | at most 6 calls, no more than a flat ring over the cable |
 #
 # The program exchanges each gradient by itself, and sends more over the cable than one flat ring would. Write an
 # exchange that gives the mean over all ranks, in place, for any list of gradients: each gradient to 1 % of its own
-# largest number, on any number of hosts with two ranks. `inside` are the ranks of this host, `across` those with this
+# largest number, on two or three hosts with two ranks. `inside` are the ranks of this host, `across` those with this
 # rank's place on all hosts.
 #
 # **Product:** a function that `train(exchange=…)` takes. **Points:** modelled seconds of the reference, divided by
@@ -246,7 +245,8 @@ check.exchange(exchange)
 # </details>
 # <details><summary>Hint 3</summary>
 #
-# 1 % is less than bf16 loses. Only what crosses the cable has to be narrow.
+# bf16 keeps a number to 0.4 %, which is less than the 1 % that is allowed. Only what crosses the cable has to be
+# narrow. On many hosts a sum in bf16 loses more with each addition; that is why sums of gradients often stay in fp32.
 # </details>
 
 # %%
@@ -267,10 +267,10 @@ for name, fn in (("as found", faults.program.mean_gradients), ("yours", exchange
 # The ranks of host 1 are killed in the middle of a run, and host 0 goes on alone. The program calls
 # `checkpoint(folder)` as it starts, and `checkpoint(folder, step, state)` on all ranks after every second step, where
 # `step` is the number of steps that are done. Write this function. The check kills for real, and once in the middle of
-# a save, so that half of a file lies there.
+# a save, so that a part of a file lies there.
 #
-# **Product:** a function that `train(checkpoint=…)` takes. **Points:** for each step that is computed twice without
-# need, there are fewer.
+# **Product:** a function that `train(checkpoint=…)` takes. **Points:** each step computed twice without need costs
+# points.
 
 
 # %%
@@ -283,7 +283,8 @@ check.checkpoint(checkpoint, seed)
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# All ranks have the same state, so one of them can write. What do the others have to know before they go on?
+# All ranks have the same state, so one of them can write. (In a sharded plan each has a part.) The others wait:
+# else a host may die while the file is not there yet.
 # </details>
 # <details><summary>Hint 2</summary>
 #
@@ -291,8 +292,8 @@ check.checkpoint(checkpoint, seed)
 # </details>
 # <details><summary>Hint 3</summary>
 #
-# Save `(step, state)` with `torch.save` into a file with another name, rename it to one with the step in it, and let
-# the start take the last of the sorted names.
+# Save `(step, state)` with `torch.save` into a file with another name. Rename it to one with the step in it, with
+# leading zeros, and let the start take the last of the sorted names.
 # </details>
 
 # %% [markdown]

@@ -38,8 +38,8 @@ class Letter:
         lines = [
             f"model     {self.model.name}, sequences of {self.model.context:,} tokens",
             f"cluster   {self.nodes} nodes of {self.per_node} {self.gpu.upper()}, {network}",
-            f"          {self.lent_nodes or 'none'} of the nodes are lent to another team until the end of the year",
-            f"          {self.held_gb:g} GB of each GPU are held by a monitoring program",
+            f"          {self.lent_nodes or 'none'} of the nodes are lent to another team for all of that time",
+            f"          {self.held_gb:g} GB of each GPU are held by an inference server that stays",
             f"step      {self.tokens_of_step:,} tokens",
             f"training  {self.tokens:.3g} tokens, at most {self.gpu_hours:,.0f} GPU hours",
         ]

@@ -256,7 +256,7 @@ predictions()
 # </details>
 #
 # **Exercises:** [exercises/18_capstone](../exercises/18_capstone_exercises.ipynb), the six parts. **Next:**
-# [20 review](20_review.ipynb).
+# [19 a run that went wrong](19_a_run_that_went_wrong.ipynb).
 #
 # **Worth reading**
 # - S. Bekman, [*Machine Learning Engineering Open Book*](https://github.com/stas00/ml-engineering): what running such

@@ -18,7 +18,7 @@ from course_utils.models import build_gpt
 
 from . import check, faults
 from .helpers import Counts, counts_of
-from .job import Job, cluster, free_gb, gpu_hours, job
+from .job import Job, free_gb, gpu_hours, job
 
 #: Results under version control.
 RESULTS = Path(__file__).parent / "results"
@@ -44,57 +44,68 @@ def exchange_counts(exchange: Callable, ranks: int = faults.RANKS) -> Counts:
 
 
 def facts_of(seed: int, answers: Mapping[str, Callable]) -> Facts:
-    """The facts of a job, by name: (number, unit, how it is known), or a text; parts without an answer are left out.
+    """The facts of a job, by name: (number, unit, how it is known), or a text.
 
-    The checks must pass first: an answer that a check refuses is an error here.
+    Parts without an answer are left out, and parts that their check refuses; a sentence says so.
     """
-    given, facts = job(seed), Facts()
-    facts |= {"seed": f"{seed}", "model": given.letter.model.name}
-    if "plan_run" in answers:
-        layout = answers["plan_run"](given.letter)[0]
-        facts |= _planned(given, layout)
-    if "start" in answers:
-        reader = Exercise("the start", hints_of(check.MISTAKES["start"]))
-        flags = check.read_start(reader, answers["start"]("OUT", "DATA"))
-        facts["cable, start"] = (round(check.started(flags)[0].cable_bytes / 1e6, 3), "MB", "counted")
-    if "repairs" in answers:
-        facts |= _mended(seed, answers["repairs"]())
-    if "exchange" in answers:
-        with contextlib.redirect_stdout(io.StringIO()):
-            check.exchange(answers["exchange"])
-        for name, fn in (("as found", faults.program.mean_gradients), ("now", answers["exchange"])):
-            counted = exchange_counts(fn)
-            facts[f"cable, step {name}"] = (round(counted.cable_bytes / 1e6, 4), "MB", "counted")
-            facts[f"messages, step {name}"] = (counted.messages, "messages", "counted")
-            facts[f"exchange {name}"] = (round(1e3 * counted.seconds(given.cable), 2), "ms", "modelled")
-    if "checkpoint" in answers:
-        seen = check.lives(answers["checkpoint"], faults.RANKS, 1, given.dies_before)
-        facts["computed twice"] = (max(0, given.dies_before - min(seen.losses[0])), "steps", "counted")
-        facts["last loss"] = (round(seen.losses[0][max(seen.losses[0])], 4), "nats", "measured")
+    given = job(seed)
+    facts: Facts = {"seed": f"{seed}", "model": given.letter.model.name}
+    for number, (part, facts_of_part) in enumerate(_OF_PART.items(), 1):
+        try:
+            if part in answers:
+                run = Exercise(f"Exercise {number}", hints_of(check.MISTAKES[part]))
+                facts |= facts_of_part(run, given, answers[part])
+        except CheckFailed as refusal:
+            print(f"part {number}: {'no answer yet' if refusal.hint == 'empty' else 'refused by its check'}, 0 points")
     return facts
 
 
-def _planned(given: Job, layout: Any) -> Facts:
-    letter = given.letter
-    sequences = letter.tokens_of_step // letter.model.context
-    plan = check.planner.plan(letter.model, cluster(letter), layout, sequences)
+def _planned(run: Exercise, given: Job, fn: Callable) -> Facts:
+    letter, plan = given.letter, check.plan_of(run, fn, given.letter)
+    layout = plan.layout
     return {"layout": f"{layout}, ZeRO-{layout.zero}", "training step": (round(plan.seconds, 3), "s", "modelled"),
             "free memory": (round(free_gb(letter, plan), 1), "GB", "modelled"),
             "cost": (round(gpu_hours(letter, plan)), "GPU hours", "modelled")}
 
 
-def _mended(seed: int, repairs: Mapping[str, tuple]) -> Facts:
+def _started(run: Exercise, given: Job, fn: Callable) -> Facts:
+    return {"cable, start": (round(check.counted_start(run, fn)[0].cable_bytes / 1e6, 3), "MB", "counted")}
+
+
+def _mended(run: Exercise, given: Job, fn: Callable) -> Facts:
     """The causes that are right, and whether the program is."""
-    drawn, text = faults.drawn(seed), faults.broken(seed)
-    facts = Facts({kind: cause for kind, (cause, _) in repairs.items() if cause == drawn[kind].cause})
+    drawn, text, repairs = faults.drawn(given.seed), faults.broken(given.seed), check.form_of_repairs(run, fn)
+    facts: Facts = {kind: cause for kind, (cause, _) in repairs.items() if cause == drawn[kind].cause}
     try:
         for _, edits in repairs.values():
             text = faults.mended(text, edits)
         if text != faults.text():
-            check.judge(Exercise("the program", hints_of(check.MISTAKES["repairs"])), text)
-    except (CheckFailed, ValueError):
+            check.judge(run, text)
+    except (AttributeError, CheckFailed, ValueError):
         return facts | {"program": "not mended"}
     return facts | {"program": "equal to one process"}
+
+
+def _exchanged(run: Exercise, given: Job, fn: Callable) -> Facts:
+    facts = {}
+    with contextlib.redirect_stdout(io.StringIO()):
+        check.exchange(fn)
+    for name, each in (("as found", faults.program.mean_gradients), ("now", fn)):
+        counted = exchange_counts(each)
+        facts[f"cable, step {name}"] = (round(counted.cable_bytes / 1e6, 4), "MB", "counted")
+        facts[f"messages, step {name}"] = (counted.messages, "messages", "counted")
+        facts[f"exchange {name}"] = (round(1e3 * counted.seconds(given.cable), 2), "ms", "modelled")
+    return facts
+
+
+def _survived(run: Exercise, given: Job, fn: Callable) -> Facts:
+    losses = check.survive(run, fn, given.dies_before).losses[0]
+    return {"computed twice": (given.dies_before - min(losses), "steps", "counted"),
+            "last loss": (round(losses[max(losses)], 4), "nats", "measured")}
+
+
+_OF_PART = {"plan_run": _planned, "start": _started, "repairs": _mended, "exchange": _exchanged,
+            "checkpoint": _survived}
 
 
 def points_of(facts: Facts, reported: bool = False) -> dict[str, float]:
