@@ -18,6 +18,7 @@
 
 # %% tags=["parameters"]
 import random
+import timeit
 from dataclasses import replace
 
 import torch
@@ -81,6 +82,14 @@ one_reader.compare(1 / max(step_times(llama, h200, 1, 1000)))
 # **Compare.** About 300, however many FLOP/s the GPU has: 3.4 ms for each token are the bytes.
 #
 # Sixty-four sequences take 1.5 times as long and get 42 times the tokens, so a server puts strangers in one **batch**.
+# On this machine's CPU computing takes longer with a few rows already:
+
+# %% tags=["nbval-ignore-output"]
+weight, seconds = torch.randn(4096, 4096), {}
+for rows in (1, 16, 64):
+    x = torch.randn(rows, 4096)
+    seconds[rows] = min(timeit.repeat(lambda: x @ weight, number=1, repeat=20))  # noqa: B023
+    print(f"a batch of {rows:2}: {seconds[rows] / seconds[1]:.1f} times as long as of one")
 
 # %%
 reached = {"data sheet": (1, 1), "rates of the record": (helpers.COMPUTING, helpers.READING)}
@@ -692,7 +701,9 @@ cured
 #
 # TTFT is the time to the first token, waiting and prefill. TPOT is a request's mean time between tokens, ITL each of
 # these times: its tail shows a long prefill that came between, which a mean hides. Throughput is the tokens a
-# second of all, for which one pays. **Goodput** counts only requests that keep a limit, as `load.py --limit` does.
+# second of all, for which one pays: DeepSeek's 14,800 from eight GPUs at 2 dollars an hour each (its assumption) make
+# 8 · 2 / 3600 / 14,800 = 0.30 dollars for a million tokens of output, and prefill and idle nodes come to it.
+# **Goodput** counts only requests that keep a limit, as `load.py --limit` does.
 #
 # TensorRT-LLM publishes throughput at full load. Can we predict it? Memory says how many sequences run, `step_times`
 # how long a step takes, the messages of a large batch come to it, and prefill takes its share. We allow 73 % of FLOP/s
