@@ -146,10 +146,11 @@ def test_a_stop_lets_readers_finish_and_takes_nobody_new():
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_when_a_rank_dies_the_others_end_and_its_readers_are_told(rank: str):
-    with server(2) as (port, process), reader(port, prompt="Alice", new=250) as (client, _):
+    with server(2) as (port, process):
         ranks = {p.environ().get("RANK"): p for p in psutil.Process(process.pid).children(recursive=True)}
-        ranks[rank].kill()
-        lines = rest(client)
+        with reader(port, prompt="Alice", new=250) as (client, _):
+            ranks[rank].kill()
+            lines = rest(client)
         assert not any("done" in line for line in lines)
         if rank == "1":
             assert "not the whole answer" in lines[-1]["error"]
