@@ -503,7 +503,7 @@ def stands(number: float, others: list[float]) -> bool:
 def numbers(text: str, facts: dict[str, Any]) -> list[float]:
     """Numbers of a text, without those in names and in facts that are texts."""
     for words in [*facts, *(fact for fact in facts.values() if isinstance(fact, str))]:
-        text = text.replace(words, "")
+        text = re.sub(rf"(?<![\w.,]){re.escape(words)}(?!\w|[.,]\d)", "", text)  # not a part of a number
     return [float(found.replace(",", "")) for found in NUMBER.findall(text)]
 
 
