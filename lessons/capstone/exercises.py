@@ -178,8 +178,9 @@ with attempt():
 print(helpers.undisturbed())
 
 # %% [markdown]
-# Then write down what you have found. An edit replaces an old text, which stands in the broken program once, by a new
-# one, as it is, spaces included.
+# Then write down what you have found. An edit is an old text and a new one. The old text must stand in the broken
+# program exactly once; spaces count. A diff with the program of the lesson shows the lines in a minute, but a job has
+# no such text: find the causes from the tables first, and use the diff to verify.
 #
 # **Product:** a program that is right, and a list of what was wrong. **Points:** 5 for each cause, 15 for the program.
 
@@ -201,7 +202,8 @@ check.repairs(repairs, seed)
 #
 # With the hang mended, put both tables side by side. Do the ranks differ from each other in their weights? Then
 # something that all need has not been exchanged, or did not start alike. If they agree and are wrong, ask what each
-# gradient is a mean of, and when. If the weights are right, the number that is reported is wrong.
+# gradient is a mean of, and when. If the weights are right to the last digit, the number that is reported is wrong. A
+# small difference is a fault as well.
 # </details>
 # <details><summary>Hint 3</summary>
 #
@@ -304,8 +306,8 @@ check.checkpoint(checkpoint, seed)
 # |---|---|---|---|
 # | 2 of 5 | 45 | 12, section 17; 05 | at most 60 lines and 500 words; no figure that is not a fact |
 #
-# The next cell runs all your answers on the job of your seed and collects the facts. If you have left out a part, take
-# it out of the list.
+# The next cell runs all your answers on the job of your seed and collects the facts. A part without an answer, or
+# refused by its check, gets no points, and a sentence says so.
 
 # %%
 answers = {fn.__name__: fn for fn in (plan_run, start, repairs, exchange, checkpoint)}
@@ -315,8 +317,9 @@ for name, fact in facts.items():
 
 # %% [markdown]
 # Write the page for the customer, as a function of such facts. Each fact is a text, or a number with its unit and how
-# it is known. All of them belong into the page, each number on a line with its unit and with that word. Other figures
-# do not. What follows from the facts you say in words: what you recommend, what was wrong, and what you do not know.
+# it is known. Put every fact into the page; on the line of a number stand its unit and the word *counted*, *measured*
+# or *modelled*. Other figures do not belong there. What follows from the facts you say in words: what you recommend,
+# what was wrong, and what you do not know.
 #
 # **Product:** a page of Markdown. **Points:** all, or none.
 

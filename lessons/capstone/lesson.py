@@ -185,7 +185,7 @@ shows.compare("MB sent")
 # %% [markdown]
 # **Compare.** Only in `MB sent`, which is twice as large. Loss, weights and the number of calls are as before.
 #
-# A slow fault is one that no loss shows, and a silent fault one that no ledger needs to show. Compare with what the
+# A slow fault leaves the loss right. A silent fault can leave the ledger as it was. Compare with what the
 # program was meant to give, and ask of each rank: does it differ from the others, or do all of them do the same wrong
 # thing?
 

@@ -735,7 +735,7 @@ for name, gpu, gpus, prompt, new, published in helpers.MEASURED["full load"]["ro
 # %% [markdown] tags=["deeper"]
 # ## 13. What people use · deeper
 #
-# | here | vLLM ([guides][v]) | SGLang ([arguments][s]) | TensorRT-LLM ([a configuration][t]) |
+# | here | vLLM ([listed by Cloudera][v]) | SGLang ([arguments][s]) | TensorRT-LLM ([a configuration][t]) |
 # |---|---|---|---|
 # | TP, PP (3, 8) | `-tp`, `-pp` | `--tp-size`, `--pp-size` | `tensor_parallel_size`, `pipeline_parallel_size` |
 # | one shot or NCCL (3) | `--disable-custom-all-reduce` | the same | `allreduce_strategy` |
