@@ -449,7 +449,7 @@ comes_back = predict("a host that comes back while the other one trains", fates)
 more_steps = flags.replace("--steps=20", "--steps=100")
 grown = run_on_hosts(
     f"{torchrun} {SCRIPTS / 'train.py'} {more_steps} --out={folder / 'grown'}",
-    when=[(r"step 8 ", "kill node1"), (r"node0 . step 8 ", "start node1")],
+    when=[(r"step 8 ", "kill node1"), (r"node0 . step 1?8 ", "start node1")],
     recorded="torchrun_grown",
 )
 grown.show(r"^--|exitcode|SIGTERM|checkpoint|step (1|8|100) ")
@@ -462,7 +462,7 @@ print(f"steps 1 to {max(steps)}; in the log twice: {twice}")
 # %% jupyter={"source_hidden": true} tags=["nbval-ignore-output"]
 ((saved,),) = grown.numbers(r"checkpoint step-(\d+) is complete")
 assert grown.exit_codes == [0, 0] and set(steps) == {*range(1, 101)}
-assert max(twice) < 10 < saved and not any(step > saved for step in twice)
+assert max(twice, default=0) < saved
 comes_back.compare(fates[2])
 
 # %% [markdown]
