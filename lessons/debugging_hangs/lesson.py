@@ -331,7 +331,6 @@ for _ in range(2):
         took[name] += launch(microseconds, *setting, world_size=world_size, init=False)[:1]
 for name, times in took.items():
     print(f"{min(times):6.0f} µs  {name}")
-assert min(took["flight record and DETAIL"]) > 1.2 * min(took["neither"])
 
 # %% [markdown]
 # With `DETAIL` a small collective takes several times as long, and a large one feels it less; the record costs
