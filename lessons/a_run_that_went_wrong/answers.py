@@ -33,7 +33,7 @@ def draw_weights(
 def token_step(model: nn.Module, micro_batches: list[tuple]) -> torch.Tensor:
     """Leave in each p.grad the gradient of the mean loss over all ranks' tokens; return the loss.
 
-    model: (B, T) -> logits (B, T, vocabulary); the same on all ranks, without gradients, no DDP.
+    model: (B, T) -> logits (B, T, vocabulary); the same on all ranks, no DDP; each p.grad is None.
     micro_batches: this rank's, each (tokens, targets), both (B, T); targets that are PAD do not
         count. All ranks have equally many. A micro-batch, or a rank, may have none that counts.
     """

@@ -108,7 +108,7 @@ check.token_step(token_step)
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
-# | 3 of 5 | 25 | 19, Day 4: less memory | at most 50 bytes a parameter in the ledger |
+# | 3 of 5 | 25 | 19, Day 4: less memory | a rank sends at most 300 bytes for each tensor |
 #
 # Find the parameters that are not the same on all ranks, so cheaply that a job can do it every hundred steps. Every
 # rank must come to the same list, because all of them have to stop, or none.

@@ -175,6 +175,41 @@ def gradient(model: nn.Module) -> Tensor:
     return flat
 
 
+def one_step(model: nn.Module, x: Tensor, y: Tensor, divisor: Callable[[Tensor, Tensor], Any]) -> tuple[Tensor, ...]:
+    """Loss and gradient of all ranks together; each micro-batch is divided by ``divisor(its tokens, all ranks')``."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    tokens_of_ranks = torch.stack([(part != PAD).sum() for part in y.chunk(ranks)])
+    mine, total = zip(x.chunk(ranks)[rank].chunk(2), y.chunk(ranks)[rank].chunk(2), strict=True), 0
+    for xs, ys in mine:
+        part = token_sum(model, xs, ys) / divisor((ys != PAD).sum(), tokens_of_ranks)
+        part.backward()
+        total = total + part.detach()
+    mean = summed(torch.cat([total[None], gradient(model)])) / ranks
+    return mean[0], mean[1:]
+
+
+def as_found(tokens: Tensor, tokens_of_ranks: Tensor) -> Tensor:
+    return 2 * tokens  # the mean of the micro-batch, and then of two such means
+
+
+def of_the_rank(tokens: Tensor, tokens_of_ranks: Tensor) -> Tensor:
+    return tokens_of_ranks[dist.get_rank()]
+
+
+def of_all_ranks(tokens: Tensor, tokens_of_ranks: Tensor) -> Tensor:
+    return tokens_of_ranks.sum() / dist.get_world_size()  # the mean over ranks divides by their number
+
+
+def beside_one_process(divisor: Callable[[Tensor, Tensor], Any], learnt: int) -> tuple[float, float, float]:
+    """Loss of a step of all ranks, loss of one process with the whole batch, and how far the gradient is off."""
+    model, (x, y) = trained(learnt), documents(learnt)
+    loss, ours = one_step(model, x, y, divisor)
+    right = token_sum(model, x, y) / (y != PAD).sum()
+    right.backward()
+    truth = gradient(model)
+    return loss.item(), right.item(), ((ours - truth).norm() / truth.norm()).item()
+
+
 # --- day 3: a run that was resumed
 
 
