@@ -1,4 +1,4 @@
-"""Run a job script: with stand-ins for Slurm's commands on any machine, and on a Slurm cluster where there is one.
+"""Run a job script with stand-ins for Slurm's commands, on any machine.
 
 The stand-ins are small programs named ``srun``, ``scontrol``, ``scancel`` and ``hostname``, which come first on the
 script's PATH. They start the tasks as processes of this machine, with the variables that Slurm sets, and write down
@@ -17,21 +17,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from .slurm import SlurmCluster
-
-__all__ = ["HOSTS", "JOB", "Directives", "Job", "Run", "directives", "on_a_cluster", "with_stand_ins"]
+__all__ = ["HOSTS", "JOB", "TASKS", "Directives", "Run", "directives", "with_stand_ins"]
 
 HOSTS, ADDRESSES = ("gpu3", "gpu7"), ("10.0.0.3", "10.0.0.7")
 JOB, TASKS = "4711", 2  # the job's number, tasks on each host
 PATIENCE = 8.0  # seconds in which a script that was told to stop does nothing
 LIMIT = 60.0  # seconds by the clock for a script whose tasks are still busy
-STEPS, STOP = 8, 4  # of the job on a cluster: in all, and before it is told to stop
 
 # ------------------------------------------------------------------------------------------------ directives
 
@@ -260,98 +254,3 @@ def _runs(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-# ------------------------------------------------------------------------------------------------ a real cluster
-
-# What a training program does, without the training: all ranks meet at MASTER_ADDR and agree in each step whether one
-# was told to stop. In its first run it waits before step STOP until it is told.
-_PROGRAM = r"""
-import os, signal, sys, time
-from multiprocessing.connection import Client, Listener
-folder, steps, stop = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-told = []
-signal.signal(signal.SIGTERM, lambda *_: told.append(1))
-def reached():
-    for _ in range(100):
-        try:
-            return Client((os.environ["MASTER_ADDR"], port))
-        except OSError as error:
-            said = error
-            time.sleep(0.05)
-    raise SystemExit(f"rank {rank} does not reach rank 0: {said}")
-if rank == 0:
-    listener = Listener(("", port), backlog=size)
-    peers = [listener.accept() for _ in range(size - 1)]
-else:
-    peers = [reached()]
-saved = os.path.join(folder, "saved")
-step = first = int(open(saved).read()) if os.path.exists(saved) else 0
-if rank == 0:
-    print("run begins at step", step, flush=True)
-while step < steps:
-    if rank == 0:
-        with open(os.path.join(folder, "steps"), "a") as file:
-            print(step, file=file)
-    step += 1
-    while first == 0 and step == stop and not told:
-        time.sleep(0.02)
-    mine = bool(told)
-    for peer in peers if rank else []:
-        peer.send(mine)
-    stops = any([peer.recv() for peer in peers] + [mine])
-    for peer in peers if rank == 0 else []:
-        peer.send(stops)
-    if stops:
-        break
-if rank == 0:
-    with open(saved, "w") as file:
-        print(step, file=file)
-raise SystemExit(0 if step == steps else 75)
-"""
-
-
-@dataclass
-class Job:
-    """What came of a job on a Slurm cluster."""
-
-    state: str
-    restarts: int
-    steps: list[int]
-    log: str
-
-
-def on_a_cluster(cluster: SlurmCluster, script: str, program: str, options: Directives) -> Job:
-    """Submit a script, tell it to stop in the middle as its directive has it, and let it go on if it is requeued."""
-    with tempfile.TemporaryDirectory(prefix="job-") as name:
-        folder = Path(os.path.realpath(name))
-        command = f"{_command(folder, 'program', _PROGRAM)} {folder} {STEPS} {STOP}"
-        (folder / "job").write_text(script.replace(program, command))
-        log, steps = folder / "log", folder / "steps"
-        job = cluster.submit(f"--chdir={folder}", f"--output={log}", folder / "job")
-        told, said = "", cluster.job(job)
-        for said in _states(cluster, job):
-            done = steps.read_text().count("\n") if steps.exists() else 0
-            if not told and done >= STOP and options.signal:
-                signal_name, batch = options.signal
-                told = f"scancel --signal={signal_name} {'--batch ' * batch}{job}"
-                cluster.run(told)
-            if said["Reason"] == "BeginTime":
-                cluster.start_now(job)
-        with contextlib.suppress(RuntimeError):
-            cluster.run(f"scancel {job}")
-        done = [int(line) for line in steps.read_text().splitlines()] if steps.exists() else []
-        text = log.read_text(errors="replace") if log.exists() else ""
-        return Job(said["JobState"], int(said["Restarts"]), done, text)
-
-
-def _states(cluster: SlurmCluster, job: int) -> Iterator[dict[str, Any]]:
-    """What Slurm says of a job until it has ended, has run three times, or the time is over."""
-    end = time.monotonic() + LIMIT
-    while time.monotonic() < end:
-        said = cluster.job(job)
-        yield said
-        if said["JobState"] not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING") or int(said["Restarts"]) > 2:
-            return
-        time.sleep(0.1)

@@ -22,8 +22,8 @@
 # network interface of its own. In 1 it reads the **ledger** of each rank, and from the counter of each interface what
 # has left the host. In 2 it notes what each rank tells `init_process_group`, and then lets them meet. Where hosts
 # cannot be emulated, the check says what it did not try. If the ranks wait for each other, it stops them within
-# seconds and shows where each one stood. In 3 it runs each patient with your cure, in 4 your script in Slurm (where
-# that is installed).
+# seconds and shows where each one stood. In 3 it runs each patient with your cure, in 4 your script with stand-ins for
+# Slurm's commands.
 
 # %% tags=["parameters"]
 import math
@@ -351,9 +351,8 @@ check.train(train)
 # - end with 0 if all is well, and with another code if the program failed, because this is what Slurm shows.
 #
 # The check reads the directives, then runs the script three times with stand-ins for `srun`, `scontrol`, `scancel`
-# and `hostname`: undisturbed, told to stop, and with a rank that fails. Where Slurm is installed, it then submits the
-# script to a cluster of two emulated hosts, sends what your `--signal` asks for, and compares the steps that were
-# done. The last line says whether Slurm has run.
+# and `hostname`: undisturbed, told to stop as your `--signal` asks, and with a rank that fails. On a cluster, submit it
+# with `sbatch`.
 
 
 # %%

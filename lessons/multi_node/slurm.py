@@ -183,28 +183,20 @@ class SlurmCluster:
         shown = self.run(f"scontrol --oneliner show job {number}")
         return dict(field.split("=", 1) for field in shown.split() if "=" in field)
 
-    def start_now(self, number: int, timeout: float = 60) -> None:
-        """Let a job that was requeued start at once; Slurm would have it wait for two minutes.
-
-        Its first run has to be over for two seconds: a host refuses a job that it ended in the same second.
-        """
-        end = time.monotonic() + timeout
-        while re.search(rf"^[^Z]\S* +slurmstepd: \[{number}\.", self.run("ps -eo stat=,args="), re.MULTILINE):
-            if time.monotonic() > end:
-                raise RuntimeError(f"The first run of job {number} has not ended after {timeout:g} s.")
-            time.sleep(0.1)
-        time.sleep(2)
-        with contextlib.suppress(RuntimeError):  # it may have started since
-            self.run(f"scontrol update jobid={number} StartTime=now")
-
     def wait(self, number: int, timeout: float = 60) -> dict[str, str]:
-        """Wait until a job has ended and return what :meth:`job` says then. One that was requeued may start at once."""
-        end = time.monotonic() + timeout
+        """Wait until a job has ended and return what :meth:`job` says then.
+
+        One that was requeued starts at once, which Slurm would have wait for two minutes; but its first run has to be
+        over for two seconds, because a host refuses a job that it ended in the same second.
+        """
+        end, running = time.monotonic() + timeout, rf"^[^Z]\S* +slurmstepd: \[{number}\."
         while (said := self.job(number))["JobState"] in {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING"}:
             if time.monotonic() > end:
                 raise RuntimeError(f"Job {number} is {said['JobState']} ({said['Reason']}) after {timeout:g} s.")
-            if said["Reason"] == "BeginTime":
-                self.start_now(number, max(0, end - time.monotonic()))
+            if said["Reason"] == "BeginTime" and not re.search(running, self.run("ps -eo stat=,args="), re.MULTILINE):
+                time.sleep(2)
+                with contextlib.suppress(RuntimeError):  # it may have started since
+                    self.run(f"scontrol update jobid={number} StartTime=now")
             time.sleep(0.2)
         return said
 

@@ -12,7 +12,7 @@ from conftest import missing
 
 from course_utils import WorkerError, launch, recordings
 from course_utils.programs import SCRIPTS, run_program
-from lessons.multi_node import answers, batch, slurm
+from lessons.multi_node import answers, slurm
 from lessons.multi_node.slurm import SlurmCluster
 
 pytestmark = pytest.mark.guard(120)
@@ -83,11 +83,18 @@ def test_torchrun_passes_sigterm_on_and_hides_the_exit_code(cluster, tmp_path):
     assert "got TERM" in said.read_text()
 
 
-def test_what_the_stand_ins_refuse_goes_wrong_in_slurm(cluster):
-    """A signal for the batch shell only: the ranks are never told, and lose what they did."""
-    script = answers.job_script("program").replace("TERM@60", "B:TERM@60")
-    job = batch.on_a_cluster(cluster, script, "program", batch.directives(script))
-    assert (job.state, job.restarts, len(job.steps), job.log.count("run begins")) == ("FAILED", 0, 4, 1)
+@pytest.mark.parametrize(("signal", "ends"), [("TERM@60", ("COMPLETED", "1")), ("B:TERM@60", ("FAILED", "0"))])
+def test_the_solution_is_requeued_by_slurm_and_what_the_check_refuses_is_not(cluster, tmp_path, signal, ends):
+    program, said = tmp_path / "program", tmp_path / "said"
+    program.write_text("#!/bin/bash\n[ -n \"$SLURM_RESTART_COUNT\" ] && exit 0\n"
+                       "trap 'exit 75' TERM\necho ready\nwhile :; do sleep 0.1; done\n")
+    program.chmod(0o755)
+    (tmp_path / "job").write_text(answers.job_script(str(program)).replace("TERM@60", signal))
+    job = cluster.submit(f"--output={said}", tmp_path / "job")
+    until_running(cluster, said, 4 * "ready\n")
+    cluster.run(f"scancel --signal=TERM {'--batch ' * signal.startswith('B')}{job}")
+    ended = cluster.wait(job, timeout=100)
+    assert (ended["JobState"], ended["Restarts"]) == ends
 
 
 def test_whether_slurm_can_run_is_said_in_one_sentence(monkeypatch):

@@ -242,37 +242,3 @@ def test_an_ordinary_user_may_emulate_hosts_too():
         assert "[4.0, 4.0, 4.0, 4.0]" in out and f"{['0000000000000000'] * 4}" in out and "False" in out
         assert "not emulated" not in out
         assert not left_behind(script.mark, script.temporary)
-
-
-BY_SUDO = """
-import os, socket, tempfile
-from lessons.multi_node.hosts import namespaces, network, plan
-
-USER = 65534
-start = network.Hosts._start
-def by_sudo(self, task):
-    for folder in (os.path.dirname(self._folder), self._folder):
-        os.chown(folder, USER, USER)
-    start(self, task | {"user": [USER, USER]})
-network.Hosts._start = by_sudo
-with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-    hosts = network.Hosts(plan.Plan(2, 2, "100mbit"), folder)
-    if os.fork() == 0:  # an ordinary user's rank, which root has not started
-        os.setgroups([])
-        os.setresgid(USER, USER, USER)
-        os.setresuid(USER, USER, USER)
-        namespaces.enter(hosts.pids[1])
-        rights = open("/proc/self/status").read().split("CapEff:")[1].split()[0]
-        print(socket.gethostname(), os.getuid(), rights, network._sent(os.getpid()), flush=True)
-        os._exit(0)
-    os.wait()
-    hosts.close()
-"""
-
-
-def test_hosts_made_by_sudo_belong_to_the_user_who_asked():
-    if os.getuid() != 0:
-        missing("the rights of root, which sudo gives")
-    with Script(BY_SUDO) as script:
-        assert script.finish() == "node1 65534 0000000000000000 0\n"
-        assert not left_behind(script.mark, script.temporary)

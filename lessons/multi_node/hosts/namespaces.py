@@ -26,7 +26,7 @@ NEW_MOUNTS, NEW_NAME, NEW_USER, NEW_NETWORK = 0x0002_0000, 0x0400_0000, 0x1000_0
 _NEW_PROCESSES = 0x2000_0000
 _OF_A_HOST = NEW_MOUNTS | NEW_NAME | NEW_NETWORK
 _BIND, _RECURSIVE, _SLAVE = 0x1000, 0x4000, 0x8_0000  # flags of mount
-_PARENT_DEATH_SIGNAL, _DUMPABLE, _KEEP_CAPABILITIES, _AMBIENT, _RAISE = 1, 4, 8, 47, 2  # for prctl
+_PARENT_DEATH_SIGNAL, _AMBIENT, _RAISE = 1, 47, 2  # for prctl
 _NET_ADMIN, _SYS_ADMIN = 12, 21
 _ALL_CAPABILITIES = (1 << 40) - 1
 _STEP = 5.0  # seconds that one command, or the start of one host, may take
@@ -96,16 +96,6 @@ def _become_owner() -> None:
         _check(_libc.prctl(_AMBIENT, _RAISE, capability, 0, 0), "prctl")
 
 
-def _give_up_root(user: int, group: int) -> None:
-    """After ``sudo``: become the user whose ranks are to enter, and keep the right to make a user namespace."""
-    _check(_libc.prctl(_KEEP_CAPABILITIES, 1, 0, 0, 0), "prctl")
-    os.setgroups([])
-    os.setresgid(group, group, group)
-    os.setresuid(user, user, user)
-    _set_capabilities(1 << _SYS_ADMIN, 1 << _SYS_ADMIN, 0)
-    _check(_libc.prctl(_DUMPABLE, 1, 0, 0, 0), "prctl")  # else its files in /proc belong to root
-
-
 def _hold(host: dict, report: int) -> None:
     """Be a host: namespaces of its own, in which this process does nothing."""
     error = ""
@@ -170,9 +160,7 @@ def _run(program: str, commands: list[str], host: int | None = None) -> None:
 
 def _make(task: dict) -> list[int]:
     """Make the network; the ids of the processes that are its hosts."""
-    if "user" in task:
-        _give_up_root(*task["user"])
-    if "user" in task or not _leave_network():
+    if not _leave_network():
         _become_owner()
     pids = [_start_host(host) for host in task["hosts"]]
     _run(task["ip"], [command.format(*pids) for command in task["links"]])

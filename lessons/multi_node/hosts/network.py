@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import grp
 import json
 import os
 import select
@@ -27,7 +26,6 @@ _START = 20.0  # seconds that the namespaces have to be made
 _QUIET = 0.005  # seconds without a byte after which a link counts as quiet
 _DRAIN = 5.0  # seconds to wait for that, at most
 _PATH = os.pathsep.join([os.defpath, "/usr/sbin", "/sbin"])  # where others than root do not look for programs
-_ADMINISTRATORS = {"adm", "admin", "sudo", "wheel"}  # groups
 _CONTAINERS = ("/.dockerenv", "/run/.containerenv")  # files of Docker, of Podman
 
 
@@ -147,23 +145,16 @@ class Hosts:
         self.plan = wanted
         self._folder = tempfile.mkdtemp(prefix="hosts-", dir=folder)
         task = _task(wanted, self._folder)
-        try:
-            self._start(task)
-        except HostsError as refused:
-            self._start_by_sudo(task, refused)
-
-    def _start(self, task: dict[str, Any], *prefix: str) -> None:
-        command = [*prefix, sys.executable, "-I", "-S", namespaces.__file__]
         self._holder = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-            start_new_session=True, cwd="/",
+            [sys.executable, "-I", "-S", namespaces.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, text=True, start_new_session=True, cwd="/",
         )
         try:
             answer = self._ask(task)
             if "pids" not in answer:
                 raise HostsError(_reason(answer))
         except BaseException:  # an interrupt, for example
-            self._end_holder()
+            self.close()
             raise
         self.pids: list[int] = answer["pids"]
 
@@ -174,16 +165,6 @@ class Hosts:
             if select.select([self._holder.stdout], [], [], _START)[0]:
                 return json.loads(self._holder.stdout.readline())
         return {"what": "the process that makes the hosts", "errno": 0, "error": "no answer"}
-
-    def _start_by_sudo(self, task: dict[str, Any], refused: HostsError) -> None:
-        """Where only root may begin: by ``sudo``, if that asks for no password."""
-        try:
-            if not _has_sudo():
-                raise refused
-            self._start(task | {"user": [os.getuid(), os.getgid()]}, "sudo", "-n")
-        except HostsError:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            raise refused from None
 
     @property
     def alive(self) -> bool:
@@ -218,19 +199,15 @@ class Hosts:
 
     def close(self) -> None:
         """End the hosts; ranks in them must have ended before."""
-        self._end_holder()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _end_holder(self) -> None:
         with contextlib.suppress(OSError):
             self._holder.stdin.close()
         self._holder.stdout.close()
         try:
             self._holder.wait(2.0)
         except subprocess.TimeoutExpired:
-            with contextlib.suppress(PermissionError):  # that of ``sudo`` ends by itself
-                self._holder.kill()
-                self._holder.wait()
+            self._holder.kill()
+            self._holder.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _sent(pid: int) -> int:
@@ -241,16 +218,6 @@ def _sent(pid: int) -> int:
     except (OSError, StopIteration):
         raise HostsError("the emulated hosts have been ended from outside; the next call makes new ones") from None
     return int(line.split(":")[1].split()[8])
-
-
-def _has_sudo() -> bool:
-    """Whether ``sudo`` asks for no password; not tried by users who may not use it, of whom it would tell root."""
-    groups = {group.gr_name for group in grp.getgrall() if group.gr_gid in os.getgroups()}
-    if os.getuid() == 0 or not groups & _ADMINISTRATORS or not shutil.which("sudo"):
-        return False
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(["sudo", "-n", "true"], capture_output=True, timeout=5).returncode == 0
-    return False
 
 
 def _setting(name: str) -> str:
