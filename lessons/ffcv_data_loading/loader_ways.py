@@ -1,12 +1,11 @@
 """Ways to load the same images for training; each runs in an environment that has its packages.
 
-    python loader_ways.py NAME IMAGES DATA WORKERS
+    python loader_ways.py NAME IMAGES DATA WORKERS SECONDS
 
-runs one epoch, prints the seconds to its first batch, then waits: for each line that it reads, a number of seconds, it
-says that it begins, runs epochs until so many have passed, at least one, and prints a line of JSON with images and
-seconds. IMAGES is a folder of JPEG files, one folder a class; DATA one for files in the way's own format, made at the
-first call. All ways do the same: shuffle, decode, cut out a random part, resize it to 224 x 224, flip half of them, and
-collate batches of 64 as bytes, channels last in memory.
+runs one epoch, then epochs until so many seconds have passed, at least one, and prints a line of JSON: seconds to the
+first batch of all, and images and seconds of the later epochs. IMAGES is a folder of JPEG files, one folder a class;
+DATA one for files in the way's own format, made at the first call. All ways do the same: shuffle, decode, cut out a
+random part, resize it to 224 x 224, flip half of them, and collate batches of 64 as bytes, channels last in memory.
 """
 
 import io
@@ -267,7 +266,6 @@ def grain(images: Path, data: Path, workers: int) -> Epoch:
     def epoch() -> Iterator:
         return itertools.islice(batches, len(samples) // BATCH)  # its processes live through all epochs
 
-    epoch.stock = 8 * workers
     return epoch
 
 
@@ -307,7 +305,6 @@ def dali(images: Path, data: Path, workers: int) -> Epoch:
             pictures, labels = running.run()
             yield pictures.as_array(), labels.as_array()
 
-    epoch.stock = 1
     return epoch
 
 
@@ -323,27 +320,20 @@ WAYS = {
 
 
 def main() -> None:
-    name, images, data, workers = sys.argv[1:]
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    name, images, data, workers, seconds = sys.argv[1:]
+    answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     one_thread_each()
-    Path(data).mkdir(parents=True, exist_ok=True)
     epoch = WAYS[name](Path(images), Path(data), int(workers))
     ready, first = time.perf_counter(), None
     for batch, _ in epoch():  # warms up
         if first is None:
             first = time.perf_counter() - ready
             assert math.prod(batch.shape) == BATCH * SIZE * SIZE * 3 and str(batch.dtype).endswith("uint8")
-    print(json.dumps({"first_s": first}), file=answers)
-    for line in sys.stdin:
-        left = getattr(epoch, "stock", 0)  # batches made ahead, after the last turn
-        while left > 0:
-            left -= sum(1 for _ in itertools.islice(epoch(), left))
-        print(json.dumps("begins"), file=answers)
-        count, start = 0, time.perf_counter()
-        while not count or time.perf_counter() < start + float(line):
-            count += sum(len(labels) for _, labels in epoch())
-        print(json.dumps({"images": count, "s": time.perf_counter() - start}), file=answers)
+    count, start = 0, time.perf_counter()
+    while not count or time.perf_counter() < start + float(seconds):
+        count += sum(len(labels) for _, labels in epoch())
+    print(json.dumps({"first_s": first, "images": count, "s": time.perf_counter() - start}), file=answers, flush=True)
 
 
 if __name__ == "__main__":

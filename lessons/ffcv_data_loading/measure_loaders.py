@@ -2,18 +2,16 @@
 
     python lessons/ffcv_data_loading/measure_loaders.py [--quick] [--ways ffcv_raw,dataloader] [--output FILE]
 
-Each way has a process for each number of workers, and if it needs other packages an environment of its own, made once
-under `.bench` (or COURSE_BENCH_ENVS). The processes live through the whole run and take turns of an epoch or a second,
-in an order drawn anew for each round, so that a machine whose speed drifts is as slow for one as for the other: ways
-are compared within a round. Writes docs/loading.json, which lesson 15 shows. Give it a quiet machine.
+A way that needs other packages has an environment of its own, made once under `.bench` (or COURSE_BENCH_ENVS). In each
+round all ways run once with each number of workers, for an epoch and a second more, in an order drawn anew, so that a
+machine whose speed drifts is as slow for one as for the other: ways are compared within a round. Writes
+docs/loading.json, which lesson 15 shows. Give it a quiet machine.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import random
-import select
 import statistics
 import subprocess
 import sys
@@ -22,9 +20,6 @@ import time
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
-
-import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[0] = str(ROOT)  # not this folder, whose ffcv would hide the library
@@ -72,61 +67,15 @@ def say(text: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
 
 
-class Running:
-    """A process that waits for its turns; `first_s`: seconds from the made loader to its first batch."""
-
-    def __init__(self, way: Way, python: Path, images: Path, data: Path, workers: int, **more: str) -> None:
-        command = [str(part) for part in (python, "-P", WAYS_FILE, way.key, images, data, workers)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"} | more
-        self.errors = tempfile.TemporaryFile("w+")
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, cwd=data, env=environment,
-            bufsize=0,  # else a line may wait where select does not see it
-        )
-        self.turns: list[dict] = []
-        self.first_s = self._answer()["first_s"]
-
-    def turn(self, seconds: float) -> float:
-        """Run epochs for so many seconds; return images a second."""
-        self.process.stdin.write(f"{seconds}\n".encode())
-        self._answer()
-        before = self._cpu_seconds()
-        turn = self._answer()
-        now = self._cpu_seconds()
-        self.turns.append(turn | {"cpu_s": now - before})
-        while now - before > 0.03:  # what is made ahead must not cost the next way its turn
-            time.sleep(0.2)
-            before, now = now, self._cpu_seconds()
-        return turn["images"] / turn["s"]
-
-    def _cpu_seconds(self) -> float:
-        """CPU time of the process and all below it, those that have ended included."""
-        process, found = psutil.Process(self.process.pid), 0.0
-        for each in (process, *process.children(recursive=True)):
-            with contextlib.suppress(psutil.Error):  # it has just ended
-                found += sum(each.cpu_times()[:4])
-        return found
-
-    def _answer(self) -> Any:
-        ready, _, _ = select.select([self.process.stdout], [], [], 180)
-        line = self.process.stdout.readline() if ready else b""
-        if not line:
-            self.close()
-            self.errors.seek(0)
-            last = " / ".join(self.errors.read().strip().splitlines()[-2:])[-300:]
-            raise RuntimeError(last if ready else f"no answer within 180 s; {last}")
-        return json.loads(line)
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-    def summary(self) -> dict:
-        """Medians over the turns; CPU time of an image is that of all its processes."""
-        speeds = [turn["images"] / turn["s"] for turn in self.turns]
-        cpu = [1e3 * turn["cpu_s"] / turn["images"] for turn in self.turns]
-        found = {"images_per_s": statistics.median(speeds), "cpu_ms_per_image": statistics.median(cpu)}
-        return found | {"first_batch_s": self.first_s, "rounds": speeds}
+def run(way: Way, python: Path, images: Path, data: Path, workers: int, seconds: float, **more: str) -> dict:
+    """Run a way once in a process of its own, which says what `loader_ways` prints."""
+    command = [str(part) for part in (python, "-P", WAYS_FILE, way.key, images, data, workers, seconds)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"} | more
+    data.mkdir(parents=True, exist_ok=True)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=data, env=environment, timeout=300)
+    if done.returncode:
+        raise RuntimeError(" / ".join(done.stderr.strip().splitlines()[-2:])[-300:])
+    return json.loads(done.stdout)
 
 
 def python_of(way: Way) -> Path:
@@ -148,19 +97,12 @@ def python_of(way: Way) -> Path:
     return python
 
 
-def give_up(row: dict, error: Exception) -> None:
-    row["unavailable"] = str(error).replace(str(Path.home()), "~")
-    say(f"{row['name']}: {row['unavailable']}")
-
-
 def compile_times(images: Path, folder: Path) -> dict[str, float]:
     """Seconds to FFCV's first batch: never compiled before, compiled by an earlier process, without our fixes."""
     way = next(way for way in WAYS if way.key == "ffcv_raw")
 
     def first(**more: str) -> float:
-        run = Running(way, Path(sys.executable), images, folder / "ffcv", 2, **more)
-        run.close()
-        return run.first_s
+        return run(way, Path(sys.executable), images, folder / "ffcv", 2, 0, **more)["first_s"]
 
     with tempfile.TemporaryDirectory() as empty:
         cold, again = first(NUMBA_CACHE_DIR=empty), first(NUMBA_CACHE_DIR=empty)
@@ -170,33 +112,28 @@ def compile_times(images: Path, folder: Path) -> dict[str, float]:
 def measure(args: argparse.Namespace) -> dict:
     folder = image_folder(count=args.images)
     images, work = folder / "train", CACHE / "loading" / folder.name
-    rows: dict[str, dict] = {}
-    runs: dict[tuple[str, int], Running] = {}
-    for way in args.ways:
-        row = rows[way.key] = {"name": way.name, "by_workers": {}}
-        data = work / way.key.partition("_")[0]
-        data.mkdir(parents=True, exist_ok=True)
-        try:
-            if way.key.startswith("ffcv") and (reason := missing()):
-                raise RuntimeError(reason)
-            python = python_of(way)
-            for workers in (1,) if args.quick else way.workers:
-                runs[way.key, workers] = Running(way, python, images, data, workers)
-        except (RuntimeError, subprocess.SubprocessError) as error:
-            give_up(row, error)
-        say(f"{way.name} is ready")
-
+    rows = {way.key: {"name": way.name, "by_workers": {}} for way in args.ways}
+    todo = [(way, workers) for way in args.ways for workers in ((1,) if args.quick else way.workers)]
+    runs: dict[tuple[str, int], list[dict]] = {}
     for number in range(1, args.rounds + 1):
-        say(f"round {number}")
-        for key, run in random.Random(number).sample([*runs.items()], len(runs)):
+        for way, workers in random.Random(number).sample(todo, len(todo)):
+            row = rows[way.key]
+            if "unavailable" in row:
+                continue
             try:
-                say(f"{key[0]}, {key[1]}: {run.turn(args.seconds):.0f} images/s")
-            except RuntimeError as error:
-                give_up(rows[key[0]], error)
-                del runs[key]
-    for (key, workers), run in runs.items():
-        rows[key]["by_workers"][str(workers)] = run.summary()
-        run.close()
+                if way.key.startswith("ffcv") and (reason := missing()):
+                    raise RuntimeError(reason)
+                one = run(way, python_of(way), images, work / way.key.partition("_")[0], workers, args.seconds)
+                runs.setdefault((way.key, workers), []).append(one)
+                say(f"round {number}, {way.name}, {workers}: {one['images'] / one['s']:.0f} images/s")
+            except (RuntimeError, subprocess.SubprocessError) as error:
+                row["unavailable"] = str(error).replace(str(Path.home()), "~")
+                say(f"{way.name}: {row['unavailable']}")
+    for (key, workers), found in runs.items():
+        speeds = [one["images"] / one["s"] for one in found]
+        first = statistics.median(one["first_s"] for one in found)
+        measured = {"images_per_s": statistics.median(speeds), "first_batch_s": first, "rounds": speeds}
+        rows[key]["by_workers"][str(workers)] = measured
     sample = map(ImageFolder(images).__getitem__, range(0, args.images, 50))
     pixels = [image.width * image.height for image, _ in sample]
     result = {

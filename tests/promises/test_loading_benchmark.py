@@ -30,7 +30,7 @@ def test_ways_are_measured(tmp_path):
     assert done.returncode == 0, done.stderr
     for key, row in json.loads(output.read_text())["ways"].items():
         at = row["by_workers"]["1"]
-        assert at["images_per_s"] > 0 and at["cpu_ms_per_image"] > 0 and at["first_batch_s"] > 0, key
+        assert at["images_per_s"] > 0 and at["first_batch_s"] > 0, key
 
 
 def test_stored_run_is_complete():
