@@ -96,19 +96,6 @@ def loader(image=(), batch_size: int = 8, mode: str = "raw", path: str = "", **o
     return Loader(path or good_file(mode), batch_size, pipelines=pipelines, **options)
 
 
-def cut_short(path: Path) -> None:
-    os.truncate(path, PAGE)
-
-
-def damaged(how) -> None:
-    """Read a file to which something has happened."""
-    path = FOLDER / "damaged.beton"
-    path.write_bytes(Path(good_file()).read_bytes())
-    made = loader(path=str(path), os_cache=False)
-    how(path)
-    list(made)
-
-
 class Own(Operation):
     """An operation as a learner writes one; `body` is its compiled part."""
 

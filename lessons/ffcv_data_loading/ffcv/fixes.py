@@ -13,15 +13,12 @@ import importlib.metadata
 import importlib.util
 import inspect
 import os
-import queue
 import sys
 import threading
 import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
-
-import numpy as np
 
 from . import compile_cache, epoch, user_cache, writer
 
@@ -159,45 +156,6 @@ def _error_in_the_pipeline() -> None:
     EpochIterator.start, EpochIterator.run, EpochIterator.close = start, run_and_tell, close
     Loader.__iter__ = lambda self: epoch.Epoch(begin(self))
     atexit.register(epoch.close_all)
-
-
-@_fix
-def _error_while_reading_pages() -> None:
-    """With ``os_cache=False`` an error of a thread that reads pages ends it, and the pipeline waits for its page.
-
-    A file that was moved or cut short is enough. Now the error reaches the loop.
-    """
-    from ffcv.memory_managers.process_cache import page_reader, schedule
-
-    read, run = page_reader.read, page_reader.PageReader.run
-
-    def read_or_raise(fileno: int, destination: np.ndarray, offset: int) -> int:
-        length = read(fileno, destination, offset)
-        if length <= 0:
-            raise OSError(f"no page of the .beton file can be read at byte {int(offset)}")
-        return length
-
-    def run_and_tell(self) -> None:
-        try:
-            run(self)
-        except BaseException as error:
-            self.loaded.put(error)
-
-    class Arrivals(queue.Queue):
-        def get(self, block: bool = True, timeout: float | None = None):
-            item = super().get(block, timeout)
-            if isinstance(item, BaseException):
-                raise item
-            return item
-
-    begin = schedule.ScheduleExecutor.__enter__
-
-    def enter(self):
-        self.loaded_queue = Arrivals()
-        return begin(self)
-
-    page_reader.read, page_reader.PageReader.run = read_or_raise, run_and_tell
-    schedule.ScheduleExecutor.__enter__ = enter
 
 
 @_fix
