@@ -20,8 +20,9 @@ def _on_rank(all_reduces: Mapping[str, AllReduce], topology, sizes: Sequence[int
     for name, all_reduce in all_reduces.items():
         for size in sizes:
             x = torch.ones(size // 4)
-            with emulate(topology, slowdown=slowdown) as clock:
+            with emulate(topology) as clock:
                 all_reduce(x)
+            time.sleep(slowdown * clock.seconds)
             assert not len(x) or x[0] == dist.get_world_size(), f"{name}: the sum is wrong"
             seconds[name, size] = clock.seconds
     return seconds
@@ -47,7 +48,7 @@ def emulated_seconds(
 
 
 def slow_motion(all_reduces: Mapping[str, AllReduce], topology, size: int, slowdown: float) -> None:
-    """Run each all-reduce so slowly that it can be felt, and print what it took: emulated, and for whoever waits.
+    """Run each all-reduce, let its time pass so slowly that it can be felt, and print it: emulated, and as waited for.
 
     One emulated second lasts at least `slowdown` real ones. `size` is in bytes.
     """

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import struct
 from collections import defaultdict, deque
 from typing import NamedTuple
 
-SEND, SENT, ARRIVED, LEAVE = range(4)  # SENT and ARRIVED: waits of the two sides
-RECORD = struct.Struct("<BxHHxxIIqQ")  # kind, rank, peer, channel, number, tag, size: 32 bytes
+SEND, SENT, ARRIVED = range(3)  # SENT and ARRIVED: waits of the two sides
 
 
 class InFlight(NamedTuple):
@@ -21,34 +19,25 @@ class InFlight(NamedTuple):
 
 
 class Replay:
-    """The logs of all ranks in emulated time. A message starts as soon as every link of its path is free for it.
+    """The logs of all ranks in emulated time; `clock` has each rank's at the end.
 
-    Of several that could start at one moment the one asked for first does; of these, that of the lowest rank.
+    A message starts as soon as every link of its path is free for it. Of several that could start at one moment the
+    one asked for first does; of these, that of the lowest rank.
     """
 
-    def __init__(self, topology, n: int):
+    def __init__(self, topology, logs: list[list]):
         self.topology = topology
-        self.clock = [0.0] * n
-        self.todo: list[deque] = [deque() for _ in range(n)]
-        self.left: set[int] = set()
+        self.clock = [0.0] * len(logs)
+        self.todo = [deque(log) for log in logs]
         self.waiting: list[InFlight] = []
         self.times: dict[tuple, tuple[float, float]] = {}  # message: when its last byte has left, when it has arrived
         self.free: dict[tuple, float] = defaultdict(float)  # link and where it is entered: free from then on
         self.routes: dict[tuple[int, int], tuple] = {}
         self.order = itertools.count()
-
-    def add(self, record: bytes) -> None:
-        kind, rank, *rest = RECORD.unpack(record)
-        self.todo[rank].append((kind, *rest))
-        self._run(rank)
-
-    def advance(self) -> None:
-        """Start every message that nothing still to be logged can precede."""
+        for rank in range(len(logs)):
+            self._run(rank)
         while self.waiting:
             start, message = min((self._earliest(message), message) for message in self.waiting)
-            idle = (rank for rank, todo in enumerate(self.todo) if not todo and rank not in self.left)
-            if any(self.clock[rank] <= start for rank in idle):  # may yet send something at this moment
-                return
             links, latency, bandwidth = self.route(message.src, message.dst)
             for link, speed in links:
                 self.free[link] = start + message.size / speed
@@ -77,13 +66,11 @@ class Replay:
         """Take what `rank` has logged, up to a wait whose end is not known yet."""
         todo = self.todo[rank]
         while todo:
-            kind, peer, channel, number, tag, size = todo[0]
+            kind, peer, *what, size = todo[0]
             src, dst = (peer, rank) if kind == ARRIVED else (rank, peer)
-            key = (src, dst, channel, tag, number)
+            key = (src, dst, *what)
             if kind == SEND:
                 self.waiting.append(InFlight(self.clock[rank], src, next(self.order), dst, size, key))
-            elif kind == LEAVE:
-                self.left.add(rank)
             elif key in self.times:
                 self.clock[rank] = max(self.clock[rank], self.times[key][kind - SENT])
             else:
