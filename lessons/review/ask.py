@@ -8,10 +8,15 @@ from collections.abc import Mapping, Sequence
 from datetime import date, timedelta
 from typing import Any
 
+import ipywidgets as widgets
+from IPython.display import display
+
+from course_utils.draw.controls import view
 from course_utils.predictions import buttons, keep, kept, number
 
 from . import aloud, moving, running, splitting, training
-from .question import Asked, Question, Spoken, place_of, rounded, shown
+from .aloud import Spoken
+from .question import Asked, Question, place_of, rounded, shown
 
 __all__ = ["GAPS", "QUESTIONS", "SPOKEN", "interview", "known", "review", "say_aloud"]
 
@@ -26,32 +31,26 @@ SAID = ("all of the points", "some of them", "none yet")
 def review(count: int = 10, topic: str = "", lesson: str = "", until: str = "99", seed: int = 1) -> None:
     """Ask so many questions: first those that are due again, then new ones, of all topics in turn.
 
-    Parameters
-    ----------
-    topic, lesson : str
-        Only questions of this topic of `QUESTIONS`, or of this lesson, such as "06".
-    until : str
-        The last lesson that may be asked about.
-    seed : int
-        Chooses the order of new questions, and the numbers in all of them.
+    Only of one topic of `QUESTIONS`, or one lesson, such as "06", if it is given, and up to the lesson `until`. The
+    seed chooses the order of new questions, and the numbers in all of them.
     """
     for row in _chosen(QUESTIONS, count, topic, lesson, until, seed):
-        _show(Box(row, row.drawn(random.Random(f"{seed} {row.key} {_record(row.key).get('times', 0)}"))))
+        Box(row, row.drawn(random.Random(f"{seed} {row.key} {_record(row.key).get('times', 0)}"))).show()
 
 
 def say_aloud(count: int = 3, topic: str = "", until: str = "99", seed: int = 1) -> None:
     """Ask so many questions that are to be answered aloud; the points of a strong answer are in a fold."""
     for row in _chosen(SPOKEN, count, topic, "", until, seed):
-        _show(Box(row))
+        Box(row).show()
 
 
 def interview(seed: int = 1) -> None:
     """Six questions of six topics to be answered aloud, in 45 minutes by a clock that stops nobody."""
     draw = random.Random(seed)
     print("45 minutes: about seven for each question, three to spare.")
-    _show(Clock())
+    _show_clock()
     for topic in draw.sample(list(SPOKEN), 6):
-        _show(Box(draw.choice(SPOKEN[topic])))
+        Box(draw.choice(SPOKEN[topic])).show()
 
 
 def known(rows: Sequence[Question | Spoken]) -> int:
@@ -128,7 +127,8 @@ class Box:
         else:
             asked, summary = self.asked, "Answer"
             drawn = ", ".join(f"{name} = {value}" for name, value in asked.values.items())
-            body = f"<p><b>{shown(asked.told)}</b> – {shown(asked.why)}</p>"
+            answer = asked.answer if asked.choices else f"{rounded(asked.answer)} {asked.row.unit}"
+            body = f"<p><b>{shown(answer)}</b> – {shown(asked.why)}</p>"
             if asked.row.unit:
                 body += f"<p>Computed: {shown(f'`{asked.row.answer}`')}, {shown(drawn)}</p>"
             listed = [f"{shown(wrong if isinstance(wrong, str) else rounded(wrong))}: {shown(told)}"
@@ -137,20 +137,14 @@ class Box:
         style = "max-width: 60em; margin: 4px 0 1em"
         return f"<details style='{style}'><summary style='cursor: pointer'>{summary}</summary>{body}</details>"
 
-    def _ipython_display_(self) -> None:
-        from IPython.display import display
-
-        from course_utils.draw.controls import view
-
+    def show(self) -> None:
+        """Display it: as a widget, and for readers without a kernel in words."""
         options = "".join(f"<br>– {shown(option)}" for option in self.choices) if self.asked else ""
-        html = f"{self.question}{options}{self.fold}"
-        words = {"text/html": html, "text/plain": self.text}
+        words = {"text/html": f"{self.question}{options}{self.fold}", "text/plain": self.text}
         display(view(self.field()) | words, raw=True)
 
     def field(self) -> Any:
         """The widget. A number counts when Enter is pressed, or *Check*; an option when it is pressed."""
-        import ipywidgets as widgets
-
         told, button = widgets.HTML(""), widgets.Button(description="Check")
         entry: Any = buttons(self.choices) if self.choices else widgets.Text(
             placeholder=f"a number, {self.asked.row.unit}", continuous_update=False)
@@ -165,24 +159,13 @@ class Box:
         return widgets.VBox([widgets.HTML(self.question), row, told, widgets.HTML(self.fold)])
 
 
-class Clock:
+def _show_clock() -> None:
     """Minutes and seconds since a click; without a kernel words only."""
+    play, told = widgets.Play(max=7200, interval=1000), widgets.Label("0:00 of 45:00")
 
-    def _ipython_display_(self) -> None:
-        import ipywidgets as widgets
-        from IPython.display import display
+    def tick(change: dict[str, Any]) -> None:
+        told.value = f"{change['new'] // 60}:{change['new'] % 60:02} of 45:00"
 
-        from course_utils.draw.controls import view
-
-        play, told = widgets.Play(max=7200, interval=1000), widgets.Label("0:00 of 45:00")
-
-        def tick(change: dict[str, Any]) -> None:
-            told.value = f"{change['new'] // 60}:{change['new'] % 60:02} of 45:00"
-
-        play.observe(tick, "value")
-        words = "Start the clock, then read the first question."
-        display(view(widgets.HBox([play, told])) | {"text/plain": words}, raw=True)
-
-
-def _show(item: Box | Clock) -> None:
-    item._ipython_display_()
+    play.observe(tick, "value")
+    words = "Start the clock, then read the first question."
+    display(view(widgets.HBox([play, told])) | {"text/plain": words}, raw=True)

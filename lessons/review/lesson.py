@@ -39,7 +39,7 @@
 from lessons.review.ask import QUESTIONS, SPOKEN, interview, review, say_aloud
 from lessons.review.progress import progress
 
-until = "17"  # the last lesson that you have read
+until = "19"  # the last lesson that you have read
 seed = 1  # another number: other questions first, with other numbers in them
 
 # %% [markdown]

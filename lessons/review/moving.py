@@ -55,15 +55,13 @@ COLLECTIVES = (
       "m": (256, 1024)}, "0 if bytes_sent('all_reduce', m, S) < 1.2 * bytes_sent('all_reduce', n, S) else 1", "",
       {"they hardly change": "2(N−1)/N lies between 1 and 2 for any N.",
        "they grow in proportion to the ranks": "So it is if all goes through one root. In a ring 2(N−1) pieces of "
-       "S/N are sent: N cancels out.", "they fall, because each piece is smaller": "The pieces are smaller, and "
-       "there are as many more of them."},
+       "S/N are sent: N cancels out.", "they fall, because each piece is smaller": "There are as many more pieces."},
       "At most 2 S for any N. What grows with N is the number of steps, and with it the latency."),
     Q("all through rank 0", "02.3", "Rank 0 receives the gradients of all {n} ranks, {S} GB each, adds them, and "
       "sends the sum to each of the others. How many GB does it send?", {"S": (2, 14), "n": (4, 8, 16)},
       "all_reduce_bytes('root', n, S)", "GB",
       {"bytes_sent('all_reduce', n, S)": "This is the ring's figure, where all ranks share the work.",
-       "n * S": "It does not send to itself.", "2 * (n - 1) * S": "It receives as much as it sends. Links carry "
-       "both directions at once."},
+       "n * S": "It does not send to itself.", "2 * (n - 1) * S": "It receives as much, the other way."},
       "(N−1) S through the link of one rank, which is why nobody does it."),
     Q("all-gather of shards", "02.3", "{n} ranks hold a shard of {s} MB each. How many MB does a rank receive in an "
       "all-gather?", {"n": (4, 8, 16), "s": (25, 100)}, "bytes_sent('all_gather', n, n * s)", "MB",
@@ -87,22 +85,19 @@ COLLECTIVES = (
       "each way. How many ms does a ring all-reduce take at least?", {"P": (1, 7, 13), "n": (8, 64), "G": (100, 400)},
       "a02.gradient_all_reduce_seconds(P * 1e9, 2, n, G) * 1e3", "ms",
       {"answer / 8": "Links are given in bits: {G} Gb/s are {G / 8} GB/s.", "answer / 2":
-       "That is half of it: one round, or one byte for each gradient.", "2 * answer": "These gradients have 2 "
-       "bytes, not 4."},
+       "That is half of it: one round, or one byte for each gradient.", "2 * answer": "Gradients have 2 bytes here."},
       "2(N−1)/N · 2 Ψ bytes, over the bytes a second of one direction.", tolerance=0.01),
     Q("bus bandwidth", "02.5", "An all-reduce of {S} GB on {n} GPUs takes {t} ms. What is its bus bandwidth?",
       {"S": (1, 2), "n": (4, 8), "t": (8, 12.5)}, "a02.bandwidths('all_reduce', n, S * 1e9, t / 1e3)[1]", "GB/s",
       {"a02.bandwidths('all_reduce', n, S * 1e9, t / 1e3)[0]": "This is the algorithm bandwidth S/t, which falls "
-       "with more ranks although no link is slower.", "answer / 2": "(N−1)/N is the factor of all-gather; "
-       "all-reduce has twice that."},
+       "with more ranks although no link is slower.", "answer / 2": "(N−1)/N is for an all-gather."},
       "S/t · 2(N−1)/N: what each link carries, to be compared with the data sheet.", tolerance=0.01),
     Q("many small all-reduces", "02.5", "{k} tensors of {s} kB are reduced by a ring of {n} ranks, one by one, at "
       "10 µs a step and 100 GB/s. How many times as long does it take as flattened into one?", {"k": (10, 100),
       "s": (8, 64), "n": (4, 8)}, "k * all_reduce_seconds('ring', s * 1e3, flat_cluster(n, 1e-5, 1e-11)) / "
       "all_reduce_seconds('ring', k * s * 1e3, flat_cluster(n, 1e-5, 1e-11))", "times",
       {"1": "The bytes are the same, but each call pays 2(N−1) latencies."},
-      "Up to {k} times: small messages cost their latency, which is why gradients travel in "
-      "buckets.", tolerance=0.1),
+      "Up to {k} times: small messages cost their latency, hence buckets.", tolerance=0.1),
     Q("a ring of sends", "02.6", "On a ring of 4 ranks each sends a large tensor to the right by calls that wait "
       "for the receiver: {how}. What happens?",
       {"how": ("all send, then receive from the left", "even ranks send first", "all start both, then wait")},
@@ -121,8 +116,7 @@ LINKS = (
     Q("ridge", "01.7", "A data sheet prints {p} TFLOP/s for bf16 with sparsity, and {b} TB/s of memory. How many "
       "FLOP a byte must a dense product have so that memory no longer limits it?", {"p": (624, 1979, 4500),
       "b": (2, 3.35, 8)}, "a01.roofline_point(p, True, b * 1e3, 1, 1, 1)[0]", "FLOP a byte",
-      {"2 * answer": "The printed figure counts products with zeros, which are skipped. Dense ones reach half of "
-       "it."},
+      {"2 * answer": "The printed figure counts products with zeros, which are skipped. Dense, it is half."},
       "Dense FLOP/s over bytes a second: the ridge of the roofline."),
     Q("intensity of a thin product", "01.7", "{b} rows times a weight of {k} × {k}, all in bf16. How many FLOP a "
       "byte is that?", {"b": (8, 16, 64), "k": (8192, 16384)}, "a01.roofline_point(989, False, 3350, b, k, k)[1]",
@@ -134,8 +128,7 @@ LINKS = (
       {"b": (2, 32, 2048, 8192)}, "int(a01.roofline_point(989, False, 3350, b, 8192, 8192)[1] > "
       "a01.roofline_point(989, False, 3350, 1, 1, 1)[0])", "",
       {"memory": "With {b} rows each weight is used often enough: above the ridge of 295 FLOP a byte.",
-       "arithmetic": "With {b} rows a weight that was read is used too few times: below the ridge of 295 FLOP a "
-       "byte."},
+       "arithmetic": "With {b} rows a weight that was read is used too few times: below the ridge of 295."},
       "Compare the FLOP a byte, {a01.roofline_point(989, False, 3350, b, 8192, 8192)[1]}, with the ridge of 295."),
     Q("where latency is half", "01.3", "A link takes {LINKS[k].latency * 1e6} µs for a message of no length and "
       "carries {LINKS[k].bandwidth / 1e9} GB/s. At which size do latency and bytes cost the same?",

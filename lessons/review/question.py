@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import html
 import importlib
-import itertools
 import math
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Asked", "Question", "Spoken", "place_of", "rounded", "shown", "value_of"]
+__all__ = ["Asked", "Question", "place_of", "rounded", "shown"]
 
 #: Where expressions find their names; the answers of lesson NN are ``aNN``.
 _ALL_OF = ("course_utils.costs", "course_utils.memory", "course_utils.transformer", "course_utils.hardware")
@@ -74,11 +73,7 @@ def rounded(value: float) -> str:
 
 def shown(text: str) -> str:
     """Text as HTML; what stands between backticks is code, and keeps its lines."""
-    style = "white-space: pre-wrap; font-weight: normal"
-
-    def code(match: re.Match) -> str:
-        return f"<{(tag := 'pre' if chr(10) in match[1] else 'code')} style='{style}'>{match[1]}</{tag}>"
-
+    code = r"<code style='white-space: pre-wrap; font-weight: normal'>\1</code>"
     return re.sub(r"`([^`]*)`", code, html.escape(text, quote=False))
 
 
@@ -86,42 +81,21 @@ def shown(text: str) -> str:
 class Question:
     """A question whose answer a formula of the course computes, out of numbers that are drawn.
 
-    Attributes
-    ----------
-    key : str
-        Under this name results are kept.
-    place : str
-        Lesson and section, such as "03.4".
-    text : str
-        With the drawn values in braces.
-    draw : mapping
-        Name to the values that it can have.
-    answer : str
-        Expression of drawn values and functions of the course: a number, or for a choice the place of the right option.
-    unit : str
-        Of the number; empty for a choice.
-    wrong : mapping
-        Well-known wrong answers and what is wrong with them: expressions for a number, also of the `answer`; for a
-        choice all options, in their order (or one expression that gives this mapping), each with what is told when it
-        is not the answer.
-    why : str
-        The answer in one sentence.
+    Results are kept under its `key`. `text` and `why` have expressions in braces. `answer` is an expression of drawn
+    values and functions of the course: a number in `unit`, or without a unit the place of the right option. `wrong` has
+    usual wrong answers and what to tell about them: expressions for a number, also of the `answer`; for a choice all
+    options in their order, or one expression that gives this mapping.
     """
 
     key: str
-    place: str
+    place: str  # lesson and section, such as "03.4"
     text: str
-    draw: Mapping[str, tuple]
+    draw: Mapping[str, tuple]  # name to the values that it can have
     answer: str
     unit: str
     wrong: Mapping[str, str] | str
     why: str
     tolerance: float = 0.02
-
-    def draws(self) -> Iterator[dict[str, Any]]:
-        """Every case that can be drawn."""
-        for values in itertools.product(*self.draw.values()):
-            yield dict(zip(self.draw, values, strict=True))
 
     def drawn(self, random: random.Random) -> Asked:
         """The question with values at random; options of a choice come in an order at random too."""
@@ -136,57 +110,36 @@ class Asked:
     def __init__(self, row: Question, values: Mapping[str, Any]):
         self.row, self.values = row, dict(values)
         self.text, self.why = self._filled(row.text), self._filled(row.why)
-        self.answer: float | str = self._value(row.answer)
-        wrong = self._value(row.wrong) if isinstance(row.wrong, str) else row.wrong
-        if row.unit:
-            self.choices: list[str] = []
-            known = self.values | {"answer": self.answer}
-            self.mistakes = [(value_of(expression, known), self._filled(told)) for expression, told in wrong.items()]
-        else:
-            self.mistakes = [(self._filled(option), self._filled(told)) for option, told in wrong.items()]
-            self.choices = [option for option, _ in self.mistakes]
+        self.answer: Any = value_of(row.answer, values)
+        known = self.values | {"answer": self.answer}
+        value = self._filled if not row.unit else lambda expression: value_of(expression, known)
+        wrong = value_of(row.wrong, values) if isinstance(row.wrong, str) else row.wrong
+        self.mistakes = [(value(mistake), self._filled(told)) for mistake, told in wrong.items()]
+        self.choices: list[str] = [] if row.unit else [option for option, _ in self.mistakes]
+        if self.choices:
             self.answer = self.choices[int(self.answer)]
-
-    def _value(self, expression: str) -> Any:
-        return value_of(expression, self.values)
 
     def _filled(self, text: str) -> str:
         def value(match: re.Match) -> str:
-            found = self._value(match[1])
+            found = value_of(match[1], self.values)
             return f"{found:,.6g}" if isinstance(found, int | float) else str(found)
 
         return re.sub(r"\{([^{}]+)\}", value, text)
 
-    @property
-    def told(self) -> str:
-        """The answer in words."""
-        return self.answer if isinstance(self.answer, str) else f"{rounded(self.answer)} {self.row.unit}"
-
     def judge(self, said: float | str) -> tuple[bool, str]:
         """Whether an answer is right, and what to tell: why, or what is wrong with it."""
-        if isinstance(self.answer, str) or isinstance(said, str):
-            known = dict(self.mistakes).get(said, "") if isinstance(said, str) else ""
-            return (True, self.why) if said == self.answer else (False, str(known))
         if self._same(said, self.answer):
             return True, self.why
         for value, told in self.mistakes:
             if self._same(said, value):
                 return False, told
+        if self.choices:
+            return False, ""
         way = "large" if said > self.answer else "small"
         for factor, told in _FACTORS.items():
             if any(self._same(said, self.answer * factor**power) for power in (1, -1)):
-                return False, told.format(way=way if factor != 2 or way == "large" else "small")
+                return False, told.format(way=way)
         return False, f"That is too {way}."
 
-    def _same(self, said: float, value: float) -> bool:
-        return math.isclose(said, value, rel_tol=self.row.tolerance, abs_tol=1e-9)
-
-
-@dataclass(frozen=True)
-class Spoken:
-    """A question to be answered aloud, as in an interview, with the points that are listened for."""
-
-    key: str
-    place: str
-    text: str
-    points: tuple[str, ...]
+    def _same(self, said: Any, value: Any) -> bool:
+        return said == value if self.choices else math.isclose(said, value, rel_tol=self.row.tolerance, abs_tol=1e-9)

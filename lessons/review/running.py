@@ -1,4 +1,4 @@
-"""Questions about hangs, data, several hosts and serving: lessons 14 to 17."""
+"""Questions about hangs, data, several hosts, serving and runs that go wrong: lessons 14 to 17, and 19."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ __all__ = ["QUESTIONS"]
 HANGS = (
     Q("hang: the cause", "14.8", '"{hangs.CASES[p].complaint}" What is the cause? Every rank runs this: '
       "`{hangs.source_of(hangs.CASES[p])[0].strip()}`", {"p": (0, 1, 2, 3, 4, 5, 7, 8, 9, 10, 12, 13)}, "0", "",
-      "{hangs.CASES[q].cause: 'That would be: ' + hangs.CAUSES[hangs.CASES[q].cause].sentence for q in (p, (p + 3) "
-      "% 15, (p + 7) % 15, (p + 11) % 15)}",
+      "{hangs.CASES[q % 15].cause: 'That would be: ' + hangs.CAUSES[hangs.CASES[q % 15].cause].sentence for q in "
+      "(p, p + 3, p + 7, p + 11)}",
       "{hangs.CASES[p].why[0].upper() + hangs.CASES[p].why[1:]}"),
     Q("hang: the rule", "14.5", '"{hangs.CASES[p].complaint}" It was found that {hangs.CASES[p].why} Which rule '
       "avoids this?", {"p": (0, 1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 13)}, "0", "",
@@ -24,8 +24,7 @@ HANGS = (
       {"they differ": "All ranks call the same collectives in the same groups; reduction, root and missing "
        "gradients are not in the record.", "they are alike": "Ranks have called different collectives, or a "
        "different number of them, or in other groups."},
-      "Records tell who called what and how often. What ranks agree on in form and differ on in content they do "
-      "not show."),
+      "Records tell who called what and how often, not with which root, reduction or values."),
     Q("watchdog log", "14.7", "A job of 4 ranks ended with time-outs: {('ranks 0, 1 and 3 in ALLREDUCE number 812', "
       "'ranks 0, 1 and 2 in ALLREDUCE number 812, rank 3 in ALLGATHER number 811', 'ranks 0 to 3 in ALLREDUCE "
       "number 812, of equal sizes')[k]}. Where do you look first?", {"k": (0, 1, 2)}, "('silent', 'out of step', "
@@ -54,8 +53,7 @@ DATA_LOADING = (
       "disk. How many images/s do {n} workers give on {k} cores, at best?", {"c": (4, 5), "w": (4, 45), "n": (4, 8),
       "k": (2,)}, "min(n / (c + w), k / c) * 1e3", "images/s",
       {"n / (c + w) * 1e3": "Workers that compute need a core each.", "k / c * 1e3": "That is the limit of the "
-       "cores. So few workers wait most of the time.", "n / c * 1e3": "They also wait for the disk, and share the "
-       "cores."},
+       "cores. So few workers wait most of the time.", "n / c * 1e3": "They also wait for the disk."},
       "Workers help while they wait; once the cores are busy, more of them change nothing."),
     Q("later epochs", "15.6", "The 1.28 million images of ImageNet in a file of {G} GB; {M} GB of memory are free; "
       "the disk gives {d} GB/s, the CPU loads {c} images/s from memory, the GPUs train on {g}. What sets the pace "
@@ -63,8 +61,7 @@ DATA_LOADING = (
       "('disk', 'cpu', 'gpu').index(a15.imagenet_epoch(1281167, G, M, d, c, g)[2])", "",
       {"the disk": "The file fits into memory after the first epoch, or the disk is not the slowest here.",
        "the CPU": "It loads faster than another part.", "the GPUs": "They have to wait for a slower part: which?"},
-      "After the first epoch a file that fits is read from memory; one that does not fit is read from disk again "
-      "and again."),
+      "After the first epoch a file that fits is read from memory; one that does not fit, from disk each time."),
 )
 SEVERAL_HOSTS = (
     Q("what leaves a host", "16.2", "A flat ring all-reduce of {S} MB over {m} hosts of {p} ranks, numbered host by "
@@ -110,8 +107,7 @@ SEVERAL_HOSTS = (
       "n": (16,), "m": (8, 4)}, "a * n / m", "micro-batches",
       {"a": "Then the batch, and what the learning rate was tuned for, shrinks with the ranks.",
        "a * m / n": "Fewer ranks have to do more each."},
-      "Batch = samples · micro-batches · ranks: elastic training changes one factor, and you choose which other "
-      "one answers."),
+      "Batch = samples · micro-batches · ranks: elastic training changes one factor, you change another."),
     Q("network: the cause", "16.8", '"{network.CASES[p].complaint}" What the two hosts say: '
       "`{chr(10).join(network.CASES[p].recorded)}` What is the cause?", {"p": (0, 1, 2, 3, 4, 5, 6, 7)}, "0", "",
       "{network.CASES[q].cause: 'That would be: ' + network.CAUSES[network.CASES[q].cause].sentence for q in (p, "
@@ -146,8 +142,7 @@ SERVING = (
       "a17.cache_plan(1, 8, c * 1e3 / 32, 2, w, n, 80, T)[2]", "sequences",
       {"answer // n": "GPUs share the heads of the cache as they share the weights.",
        "int(80 * n * 1e9 // (c * 1e3 * T))": "The weights take their part first."},
-      "(Memory − weights / t) over the cache of a sequence / t: more GPUs leave more room for "
-      "readers.", tolerance=0.005),
+      "(Memory − weights / t) over the cache of a sequence / t: more GPUs, more readers.", tolerance=0.005),
     Q("latency of small messages", "17.3", "One reader's token takes {w} ms on one GPU. With tensor parallelism "
       "over 8, each of {L} layers has two all-reduces of {u} µs. How many times as fast is it?", {"w": (40, 42),
       "L": (80,), "u": (7, 34)}, "w / (w / 8 + 2 * L * u / 1e3)", "times",
@@ -174,7 +169,45 @@ SERVING = (
        "g + 1": "So it is if all are accepted."},
       "1 + α + … + α^γ: long drafts pay only where nearly all are accepted."),
 )
+SILENT_FAULTS = (
+    Q("copies of a piece", "19.2", "{n} ranks are replicas of {t} tensor-parallel ranks each, numbered replica by "
+      "replica. On how many ranks, rank 0 included, must the piece of a matrix be the same as on rank 0?",
+      {"n": (8, 16), "t": (2, 4)}, "sum(a19.draw_weights({'w': (9,)}, {'w'}, 0, r // t, r % t)['w'].equal("
+      "a19.draw_weights({'w': (9,)}, {'w'}, 0, 0, 0)['w']) for r in range(n))", "ranks",
+      {"n": "That holds for what each rank has whole. Then all would train the same piece.",
+       "1": "Rank 0 of each other replica holds the same piece.", "t": "Within a replica all pieces must differ."},
+      "N/t: the seed of a piece depends on the place among the tensor-parallel ranks, and on nothing else."),
+    Q("mean of the ranks' means", "19.3", "Rank 0 has {a} tokens that count, rank 1 has {b}. Each divides the sum of "
+      "its losses by its own tokens, and DDP averages gradients. How many times as much as a token of rank 1 does one "
+      "of rank 0 count?", {"a": (32, 64), "b": (128, 256)}, "b / a", "times",
+      {"a / b": "Fewer tokens share the same weight.", "1": "So it is if both divide by the tokens of all ranks."},
+      "Each rank counts as much as the other, so its tokens share one half."),
+    Q("divisor under DDP", "19.3", "Of {n} ranks one has {a} tokens that count, each of the others {b}. By which "
+      "number does every rank divide the sum of its losses, so that all tokens count alike under DDP?", {"n": (4, 8),
+      "a": (40, 80), "b": (120, 200)}, "(a + (n - 1) * b) / n", "tokens",
+      {"n * answer": "DDP divides by the number of ranks, too.", "a": "Each rank its own: that is a mean of means.",
+       "b": "Each rank its own: that is a mean of means."},
+      "The tokens of all ranks over the number of ranks, because DDP's mean divides by that number."),
+    Q("a loss that is level", "19.4", "A job was resumed, and its loss is level. {('The norm of the weights stands "
+      "still, that of the gradient grows from step to step', 'The norm of the weights stands still, that of the "
+      "gradient is as before', 'The norm of the weights changes, and is another on each rank')[k]}. The cause?",
+      {"k": (0, 1, 2)}, "k", "",
+      {"the optimizer holds other tensors than the model": "Then its `zero_grad` does not reach the model, whose "
+       "gradients add up, and no weight moves.", "the learning rate is 0": "Then no weight moves, but gradients are "
+       "still cleared.", "gradients are not averaged": "Then weights move, on each rank by its own gradients."},
+      "|w| tells whether weights move, |g| whether gradients are cleared, ranks whether they share them."),
+    Q("one slow GPU of many", "19.6", "Of {n} GPUs one is slow, so that a step takes {s} s and {d} s more. As if how "
+      "many GPUs were switched off?", {"n": (384, 1024), "s": (40, 105), "d": (6, 10)}, "n * (1 - s / (s + d))", "GPUs",
+      {"1": "All the others wait for it in every step.", "n * d / s": "That is by how much a step takes longer."},
+      "The rate falls by d / (s + d), on all GPUs."),
+    Q("where the slow host is", "19.6", "One of {h} hosts is slow, {k} are spare. {k} are left out at each restart, "
+      "until the rate is right; then their group is halved. How many restarts are needed at most?", {"h": (48, 64),
+      "k": (3, 8)}, "math.ceil(h / k) + math.ceil(math.log2(k))", "restarts",
+      {"math.ceil(h / k)": "That finds the group.", "math.ceil(math.log2(h))": "Half the job must be spare."},
+      "h/k groups, then log₂ k halvings. A measurement of each host before the start needs none."),
+)
 
 QUESTIONS = {
     "Hangs": HANGS, "Data loading": DATA_LOADING, "Several hosts": SEVERAL_HOSTS, "Serving": SERVING,
+    "Silent faults": SILENT_FAULTS,
 }

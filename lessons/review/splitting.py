@@ -34,15 +34,13 @@ TENSOR_PARALLELISM = (
       "128)))", "",
       {"they double": "Data parallelism sends gradients once a step, whatever the number of tokens.",
        "they stay": "Tensor parallelism sends activations, and there are twice as many."},
-      "Tensor parallelism sends activations, data parallelism gradients: longer batches hide the one and not the "
-      "other."),
+      "Tensor parallelism sends activations, data parallelism gradients: longer batches hide only the latter."),
     Q("what stays whole", "09.8", "Tensor parallelism over {t} ranks without sequence parallelism: how many numbers "
       "a token does a GPT layer keep for backward on each rank, as a multiple of the width?", {"t": (2, 4, 8)},
       "tensor.held_by_formula('tensor parallel', PUBLISHED['GPT-3 175B'], t)", "times the width",
       {"16 / t": "Norms and the inputs of the layers before the cut are whole on each rank: 4 of the 16.",
        "16": "What lies between the two matrices of a pair is divided."},
-      "4 + 12/t. Sequence parallelism divides the 4 too, for the same bytes: an all-reduce becomes a gather and a "
-      "scatter."),
+      "4 + 12/t. Sequence parallelism divides the 4 too, for the same bytes: a gather and a scatter."),
     Q("few key-value heads", "09.12", "A model has {a} query heads and {k} key-value heads. How many key-value "
       "heads does each of {t} tensor ranks hold?", {"a": (32, 64), "k": (8, 4), "t": (4, 8, 16)}, "max(1, k // t)",
       "heads",
@@ -87,8 +85,7 @@ PIPELINES = (
       "ms does each of {p} ranks idle in a step with ZB-H1?", {"p": (4, 8)},
       "schedules.simulate(schedules.zero_bubble_h1(p, 3 * p)).period - 9 * p", "ms",
       {"3 * (p - 1)": "That is 1F1B: forward and both parts of backward.", "0": "That is ZB-H2, for nearly twice "
-       "the activations.", "2 * (p - 1)": "In 1F1B a rank idles (p−1)(F + I + W). Here W is not left out but "
-       "subtracted."},
+       "the activations.", "2 * (p - 1)": "W is not left out of 1F1B's (p−1)(F + I + W) but subtracted."},
       "(p−1)(F + I − W): gradients of weights can wait, so they fill the gaps."),
     Q("slowest stage", "10.14", "Layers take {a}, 1, 1, 1, 1 and {b} ms. They are cut into {s} stages of neighbors "
       "as well as possible. How many ms does the slowest stage take?", {"a": (1, 2), "b": (2, 3), "s": (2, 3)},
@@ -101,15 +98,13 @@ PIPELINES = (
       "s": (4096, 8192), "h": (4096, 8192)}, "1e3 * a12.traffic(32, h, s, 1e9, 1, 2, 1, b, b)[2]", "MB",
       {"b * s * h * 2 / 1e6": "The gradient comes back, as large as the activation.",
        "4 * b * s * h * 2 / 1e6": "An activation forward and its gradient back: two messages."},
-      "An activation and its gradient, whatever the layers of a stage: the fewest bytes of all "
-      "the ways to cut.", tolerance=0.01),
+      "An activation and its gradient, whatever the layers of a stage: the fewest of all cuts.", tolerance=0.01),
     Q("tensor or pipeline", "10.10", "Where do fewer bytes leave a GPU: {L} layers cut by tensor parallelism over "
       "{t} GPUs, or into {t} pipeline stages ({s} tokens, width 8192)?", {"L": (32, 80), "t": (4, 8), "s": (4096,)},
       "(lambda tensor, pipe: int(tensor < pipe))(a12.traffic(L, 8192, s, 1e9, t, 1, 1, 1, 1)[1], a12.traffic(L, "
       "8192, s, 1e9, 1, t, 1, 1, 1)[2])", "",
       {"pipeline": "Tensor parallelism sends four all-reduces in each layer.",
-       "tensor parallelism": "A pipeline sends one activation and one gradient at a cut, however many layers lie "
-       "between cuts."},
+       "tensor parallelism": "A pipeline sends one activation and one gradient at a cut, for any number of layers."},
       "A pipeline, by far: it can cross nodes. Its price is the bubble."),
 )
 LONG_SEQUENCES = (
@@ -117,14 +112,12 @@ LONG_SEQUENCES = (
       "values of width {w}, 2 bytes. How many MB does a rank send in one layer?", {"n": (4, 8), "t": (8192, 16384),
       "w": (1024, 4096)}, "context.ring_bytes(t, w, n)[0] / 1e6", "MB",
       {"answer / 2": "Keys and values both travel.", "n * 2 * t * w * 2 / 1e6": "The last hop would bring them "
-       "home: N−1 hops are enough.", "context.ring_bytes(t, w, n)[1] / 1e6": "That is backward, where gradients "
-       "travel along."},
+       "home: N−1 hops are enough.", "context.ring_bytes(t, w, n)[1] / 1e6": "That is backward."},
       "(N−1) times its keys and values.", tolerance=0.01),
     Q("the busiest rank", "11.4", "A causal sequence of {T} tokens is cut into {n} runs, one a rank. How many times "
       "as many pairs as the mean does the last rank compute?", {"T": (65536,), "n": (4, 8, 16)},
       "context.pairs_per_rank(T, n, 'contiguous')[-1] * n / sum(context.pairs_per_rank(T, n, 'contiguous'))", "times",
-      {"n": "The other ranks compute, too; the first one least.", "1": "A late token sees many earlier ones, an "
-       "early token few."},
+      {"n": "The other ranks compute, too; the first one least.", "1": "A late token sees more than an early one."},
       "(2N−1)/N, nearly twice: all wait for it. With zig-zag every rank has the same."),
     Q("zig-zag", "11.4", "A sequence is cut into {2 * n} runs, numbered from 0, for {n} ranks in zig-zag order. "
       "Rank {r} holds run {r} and which other?", {"n": (4, 8), "r": (0, 1, 3)}, "int(a11.zigzag(2 * n, n)[r][1])",
@@ -137,30 +130,25 @@ LONG_SEQUENCES = (
       "g": (25, 450), "q": (4, 8)}, "context.overlap_tokens(f * 1e12, g * 1e9, q)", "tokens",
       {"q * answer": "With grouped queries less is sent for the same computing.",
        "2 * answer": "Half of the pairs is computed under a causal mask only."},
-      "FLOP/s over bytes a second and queries a key: computing grows with the square of the tokens, messages "
-      "linearly."),
+      "FLOP/s over bytes a second and queries a key: computing grows with the tokens' square, messages linearly."),
     Q("Ulysses or ring", "11.6", "{n} ranks with {t} tokens each; queries of width {w}, keys and values of width "
       "{k}. Which sends fewer bytes in forward?", {"n": (4, 16), "t": (4096,), "w": (4096, 8192), "k": (512, 4096)},
       "int(context.ring_bytes(t, k, n)[0] < context.ulysses_bytes(t, w, k, n)[0])", "",
       {"Ulysses": "It sends queries and outputs too, of width {w}: with few key-value heads and few ranks the ring "
-       "sends less.", "ring attention": "The ring passes keys and values on N−1 times; an all-to-all sends each "
-       "number once."},
+       "sends less.", "ring attention": "The ring passes keys and values on N−1 times."},
       "Ulysses sends about 2 (w + k) numbers a token for any N, the ring 2 k (N−1)."),
 )
 EXPERTS = (
     Q("capacity", "11.9", "{t} tokens choose {k} of {e} experts each, capacity factor {c}. How many copies of "
       "tokens does an expert take at most?", {"t": (4096, 8192), "k": (2, 8), "e": (64, 256), "c": (1.25, 1.5)},
       "experts.capacity(t, e, k, c)", "copies",
-      {"answer / k": "Each token makes {k} copies.", "experts.capacity(t, e, k, 1)": "An even share times the "
-       "factor."},
+      {"answer / k": "Each token makes {k} copies.", "experts.capacity(t, e, k, 1)": "That is without the factor."},
       "Factor · tokens · k / experts: what is above is dropped, and what is below is padding."),
     Q("dispatch", "11.7", "A rank has {t} tokens of {b} bytes; each goes to {k} experts, chosen evenly over {n} "
       "ranks. How many MB does it send to others in dispatch?", {"t": (4096,), "b": (7168, 8192), "k": (2, 8),
       "n": (8, 64)}, "experts.dispatch_bytes(t, k, b, n) / 1e6", "MB",
-      {"answer / k": "A copy goes to each of the {k} experts.", "t * k * b / 1e6": "One copy in N stays on the "
-       "rank."},
-      "Tokens · k · bytes · (N−1)/N, and as much again to combine: an all-to-all in each "
-      "direction.", tolerance=0.01),
+      {"answer / k": "A copy goes to each of the {k} experts.", "t * k * b / 1e6": "One copy in N stays."},
+      "Tokens · k · bytes · (N−1)/N, by an all-to-all, and as much again to combine.", tolerance=0.01),
     Q("memory of experts", "11.7", "A mixture has {e} experts in a layer, of which a token uses {k}. How many times "
       "as many parameters do its MLPs have as one token uses?", {"e": (16, 64, 256), "k": (2, 8)},
       "(lambda c: c.expert_parameters / (c.active_mlps * c.mlp_weights))(TransformerConfig(experts=e, "
@@ -186,8 +174,7 @@ LAYOUTS = (
       "t": (8,), "p": (4, 8), "d": (8, 16)}, "model_states(P * 1e9 / (t * p), stage=1, ranks=d).total / 1e9", "GB",
       {"16 * P / (t * p * d)": "ZeRO-1 divides the optimizer's 12 bytes only.",
        "16 * P / (t * p)": "The optimizer's states are divided among the data ranks.",
-       "model_states(P * 1e9, stage=1, ranks=t * p * d).total / 1e9": "Tensor and pipeline ranks divide the "
-       "parameters themselves."},
+       "model_states(P * 1e9, stage=1, ranks=t * p * d).total / 1e9": "They divide the parameters themselves."},
       "(4 + 12/d) bytes for each of its Ψ/(t p) parameters."),
     Q("who sends most", "12.2", "{L} layers of width {h}, {P} billion parameters, sequences of 4096, tp {t} × pp "
       "{p} × dp 8, a batch of {B}, micro-batches of one. For which dimension does a GPU send most?", {"L": (80,),

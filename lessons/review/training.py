@@ -17,10 +17,8 @@ DATA_PARALLELISM = (
       "instead of averaged. What happens to the steps?", {"n": (4, 64), "opt": ("SGD", "Adam", "SGD with momentum")},
       "int(opt == 'Adam')", "",
       {"they become N times as long": "Adam divides by the root of the mean square, in which N cancels out. "
-       "Clipping by norm would still notice.", "they hardly change": "This step is proportional to the gradient, "
-       "which is N times too large."},
-      "Adam's step does not depend on the scale of the gradient, so a wrong factor hides until somebody clips, or "
-      "takes SGD."),
+       "Clipping by norm would still notice.", "they hardly change": "This step goes with the gradient."},
+      "Adam's step does not depend on the gradient's scale: a wrong factor hides until somebody clips, or takes SGD."),
     Q("buckets", "04.5", "Tensors of {a}, {b}, {c} and {d} MB get their gradients in this order. How many buckets "
       "of at most 25 MB do they fill, if a bucket is closed as soon as the next tensor does not fit?", {"a": (14, 16),
       "b": (8, 13), "c": (14, 16), "d": (4,)}, "len(a04.in_buckets([a04.nn.Parameter(a04.torch.empty(int(x * "
@@ -38,8 +36,7 @@ DATA_PARALLELISM = (
       "nothing is divided before the {k} backward calls. How many times too large is the gradient?",
       {"k": (4, 8, 32)}, "k", "times",
       {"1": "`backward` adds to `.grad`, so {k} means are added.", "1 / k": "Adding makes it larger, not smaller."},
-      "Divide each loss by the number of micro-batches: DDP divides by ranks, nobody divides by micro-batches for "
-      "you."),
+      "Divide each loss by the number of micro-batches: DDP divides by ranks only."),
     Q("padded epoch", "04.9", "{s} samples, {n} ranks, and a sampler that gives all ranks equally many. How many "
       "samples are used twice in an epoch?", {"s": (1001, 1003, 50006), "n": (4, 8)},
       "n * len(a04.epoch_indices(s, n, 0, 0, 0)) - s", "samples",
@@ -51,13 +48,11 @@ DATA_PARALLELISM = (
       "y": (2.0, 3.0)}, "(a * x + b * y) / (a + b)", "(loss)",
       {"(x + y) / 2": "The mean of the means counts a token of rank 0 more than one of rank 1.",
        "(a * y + b * x) / (a + b)": "Each mean is weighted by its own number of tokens."},
-      "Reduce sums and counts, and divide once. DDP's mean of gradients has the same flaw where ranks have "
-      "unequal numbers."),
+      "Reduce sums and counts, and divide once. DDP's mean of gradients has the same flaw."),
     Q("batch of a step", "08.3", "`train_batch_size` is {B}, a GPU takes {b} samples at a time, and there are {n} "
       "GPUs. How many micro-batches make a step?", {"B": (512, 2048), "b": (2, 4), "n": (16, 64)}, "B // (b * n)",
       "micro-batches",
-      {"B // b": "The batch is divided among the {n} GPUs first.", "B // n": "Each GPU then takes {b} samples at a "
-       "time."},
+      {"B // b": "The batch is divided among the {n} GPUs first.", "B // n": "A GPU takes {b} at a time."},
       "Batch = samples at a time · micro-batches · ranks of data parallelism."),
     Q("what overlap leaves", "05.11", "Backward takes {b} ms and fills {k} equal buckets one after the other. Each "
       "all-reduce takes {e} ms, and one runs at a time. How many ms after the end of backward does the last one end?",
@@ -156,8 +151,7 @@ PROFILING = (
       "late in each step. How many ms does the profile of rank {q} show for it?", {"a": (5, 8), "r": (2, 3),
       "n": (8,), "d": (40, 60), "q": (3, 5)}, "a + (0 if q == r else d)", "ms",
       {"a + (d if q == r else 0)": "The late rank waits for nobody; the others wait for it.",
-       "a": "Whoever is in time waits in the call until the last one has come.", "d": "The transfer itself comes "
-       "after the wait."},
+       "a": "Whoever is in time waits in the call until the last one has come.", "d": "The transfer comes after it."},
       "The rank with the shortest all-reduce is the one that the others wait for."),
     Q("exposed", "13.3", "In a step the GPU computes from 0 to {c} ms, and an all-reduce runs from {s} to {e} ms. "
       "How many ms of it are exposed?", {"c": (80, 100), "s": (30, 60), "e": (90, 130)}, "max(0, e - max(c, s))",
@@ -195,8 +189,7 @@ MEMORY = (
       "micro-batch, {n} ranks)?", {"s": (1, 2, 3), "n": (8, 64)}, "(bytes_sent('reduce_scatter', n, 1) + (1 if s < "
       "3 else 2) * bytes_sent('all_gather', n, 1)) / bytes_sent('all_reduce', n, 1)", "times",
       {"3": "3 Ψ against 2 Ψ: DDP's all-reduce counts two.", "2.5 - s / 2": "Stages 1 and 2 send a reduce-scatter "
-       "and an all-gather, which is an all-reduce. Stage 3 gathers once more.", "n": "Sharding does not send each "
-       "byte N times."},
+       "and an all-gather, which is an all-reduce. Stage 3 gathers once more.", "n": "No byte is sent N times."},
       "Stages 1 and 2 as much as DDP, stage 3 half more: it gathers for forward and for backward."),
     Q("ranks that are enough", "06.8", "Model states of {P} billion parameters (mixed, Adam, stage 3) may take {G} "
       "GB of a GPU. How many ranks are needed?", {"P": (13, 70), "G": (20, 40)},
@@ -209,14 +202,12 @@ MEMORY = (
       "left out?", {"S": (112, 208), "A": (20, 30), "n": (8, 16)}, "S / n + A", "GB",
       {"(S + A) / n": "Activations belong to a rank's own samples: ZeRO does not divide them.",
        "S + A": "Stage 3 divides the model states."},
-      "States are divided, activations are not: for those there are recomputation, smaller micro-batches and "
-      "sequence parallelism."),
+      "States are divided, activations are not: recompute those, take fewer at a time, or cut the sequence."),
     Q("kept inputs", "06.10", "Llama 3 8B with full recomputation keeps only the input of each layer, in 2 bytes a "
       "number. How many GB are that for {t} tokens?", {"t": (8192, 32768)},
       "32 * PUBLISHED['Llama 3 8B'].kept(t, 'full') / 1e9", "GB",
       {"PUBLISHED['Llama 3 8B'].kept(t, 'full') / 1e9": "That is one layer; it has 32.",
-       "32 * PUBLISHED['Llama 3 8B'].kept(t, 'none') / 1e9": "That is what all operations keep, without "
-       "recomputation."},
+       "32 * PUBLISHED['Llama 3 8B'].kept(t, 'none') / 1e9": "That is without recomputation."},
       "Layers · tokens · 4096 · 2 bytes."),
 )
 FSDP_AND_DEEPSPEED = (
@@ -260,10 +251,8 @@ FSDP_AND_DEEPSPEED = (
       "How many GB does a GPU send to other nodes for them?", {"S": (16, 32), "m": (2, 4)},
       "bytes_sent('all_reduce', m, S / 8)", "GB",
       {"bytes_sent('all_reduce', m, S)": "After the reduce-scatter in the node each GPU has an eighth to reduce "
-       "across.", "bytes_sent('reduce_scatter', 8 * m, S)": "That is sharding over all GPUs, where the ring passes "
-       "each node's link."},
-      "An all-reduce of its shard with the {m - 1} others that have the same one; parameters are not gathered "
-      "across."),
+       "across.", "bytes_sent('reduce_scatter', 8 * m, S)": "That is sharding over all the GPUs."},
+      "An all-reduce of its shard with the {m - 1} others that have the same one. No parameter goes across."),
     Q("which engine", "08.6", "What do you take? {('70 billion parameters with tensor parallelism in the node, "
       "pipeline stages between nodes, and blocks that are compiled.', 'Two GPUs; the states fit neither there nor "
       "in the memory of the CPU, but on a fast disk; a slow step is acceptable.', '1.5 billion parameters on 8 GPUs "
