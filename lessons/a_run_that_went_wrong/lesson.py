@@ -231,8 +231,8 @@ assert day_2["of_all_ranks"] < 1e-5 < 0.2 < day_2["of_the_rank"]
 first_fix.compare("still off")
 
 # %% [markdown]
-# **Compare.** Still off, here even a little more: now the mean of the ranks' means is taken. The number of tokens has
-# to be that of all ranks.
+# **Compare.** Still off, by about as much: now the mean of the ranks' means is taken. The number of tokens has to be
+# that of all ranks.
 #
 # Two days after the announcement somebody [said so](https://github.com/huggingface/transformers/issues/34242), and an
 # option for it [followed](https://github.com/huggingface/transformers/pull/34373), `average_tokens_across_devices`. So
