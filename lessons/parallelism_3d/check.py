@@ -83,22 +83,20 @@ def sorted_groups(value: Any) -> list[tuple[int, ...]] | None:
 MISTAKES["mesh_groups"] = {
     "odd": ("Return a dictionary with a list of groups for each dimension; each group is a list of ranks.",
             "return groups  ->  return {name: sum(lines, []) for name, lines in groups.items()}"),
-    "missing": ("""Some groups are missing. The function lists all groups of the mesh: in each dimension every rank is
-        in one.""", "groups[name] =  ->  firsts = firsts[:1]\ngroups[name] ="),
+    "missing": ("Some groups are missing: in each dimension every rank is in one.",
+            "groups[name] =  ->  firsts = firsts[:1]\ngroups[name] ="),
     "repeated": ("A rank is in several groups of the same dimension, or a group is listed more than once.",
-            ["for first in firsts]  ->  for first in firsts for _ in range(size)]",
-             "rank // stride % size == 0  ->  rank & stride * (size - 1) == 0"]),
-    "transposed": ("""The ranks count in the other direction: here the last dimension changes fastest, as the last digit
-        of a number does.""", "in reversed(sizes.items())  ->  in sizes.items()"),
-    "same-coordinate": ("""These ranks have the same coordinate in that dimension. It is the other way round: within a
-        group this coordinate differs, and all the others are the same.""",
+            "for first in firsts]  ->  for first in firsts for _ in range(size)]"),
+    "transposed": ("The ranks count in the other direction: the last dimension changes fastest, as a last digit.",
+            "in reversed(sizes.items())  ->  in sizes.items()"),
+    "same-coordinate": ("Within a group the coordinate in its dimension differs, and all the others are the same.",
             {"for k in range(size)] for first in firsts]": "for first in firsts] for k in range(size)]"}),
-    "sizes": ("""A group has the wrong number of ranks. A dimension of size 4 has groups of 4 ranks, whatever the other
-        sizes.""", "for k in range(size)]  ->  for k in range(2)]"),
+    "sizes": ("A dimension of size 4 has groups of 4 ranks, whatever the other sizes.",
+            "for k in range(size)]  ->  for k in range(2)]"),
     "value": ("These are not the right ranks. Look at where the groups begin, and at the step between their ranks.",
-            ["stride *= size  ->  pass", "first + k * stride  ->  1 + first + k * stride"]),
-    "any-mesh": ("""The groups do not fit this mesh. They have to come out right for any number of dimensions and any
-        sizes.""", "stride *= size  ->  stride *= size if len(groups) < 3 else 1"),
+            "stride *= size  ->  pass"),
+    "any-mesh": ("The groups have to come out right for any number of dimensions and any sizes.",
+            "stride *= size  ->  stride *= size if len(groups) < 3 else 1"),
 }
 
 
@@ -121,30 +119,23 @@ SENT = "tensor / 1e9, pipeline / 1e9, data / 1e9"
 MISTAKES["traffic"] = {
     "of-ideal": ("""(p - 1)/m is the bubble's share of the time in which nobody waits. Of all time it is less; and the
         docstring asks for per cent.""", ["(count + pp - 1)  ->  count", "100 * (pp - 1)  ->  (pp - 1)"]),
-    "microbatches": ("""The micro-batches are those of one replica: its sequences divided by those of a micro-batch. A
-        step has all of them.""",
-            [*[f"batch / (dp * microbatch)  ->  batch{rest}" for rest in (" / microbatch", " / dp", "")],
-             "return 100  ->  tensor, pipeline = tensor / count, pipeline / count\nreturn 100"]),
+    "microbatches": ("The micro-batches are those of one replica: its sequences divided by those of a micro-batch.",
+            [f"batch / (dp * microbatch)  ->  batch{rest}" for rest in (" / microbatch", " / dp", "")]),
     "forward-only": ("""Tensor parallelism has four all-reduces a layer: attention and MLP, forward and backward; and a
-        stage has 1/pp of the layers.""", ["pp * 4 *  ->  pp * 2 *", "pp * 4 *  ->  pp *",
-             "layers / pp  ->  layers"]),
+        stage has 1/pp of the layers.""", ["pp * 4 *  ->  pp * 2 *", "layers / pp  ->  layers"]),
     "all-reduce": ("A ring all-reduce sends 2(n - 1)/n of the tensor from each GPU.",
-            [*({"2 * (tp - 1) / tp": ring.format("tp"), "2 * (dp - 1) / dp": ring.format("dp")}
-              for ring in ("({0} - 1) / {0}", "2 * ({0} > 1)", "({0} > 1)")), "2 * (dp - 1) / dp  ->  (dp - 1) / dp",
-             "2 * (dp - 1) / dp  ->  (dp > 1)"]),
+            [{"2 * (tp - 1) / tp": ring.format("tp"), "2 * (dp - 1) / dp": ring.format("dp")}
+             for ring in ("({0} - 1) / {0}", "2 * ({0} > 1)")]),
     "one-way": ("""For each micro-batch a stage in the middle sends the whole activation on and a gradient back, at its
         boundary and not in every layer. With pp = 1 there is no other stage.""", [" if pp > 1 else 0  ->  ",
-             "2 * activation if  ->  2 * activation / tp if",
-             "2 * activation if  ->  2 * activation * (pp - 1) / pp if", "2 * activation if  ->  activation if",
-             "2 * activation if  ->  2 * activation * layers / pp if"]),
+             "2 * activation if  ->  activation if", "2 * activation if  ->  2 * activation * layers / pp if"]),
     "whole-model": ("These are the gradients of more of the model than a rank has. It sends those of its own shard.",
             [f"/ (tp * pp)  ->  {part}" for part in ("", "/ pp", "/ tp")]),
     "data-microbatches": ("Gradients add up over the micro-batches, and travel once in a step.",
             "data / 1e9  ->  count * data / 1e9"),
     "bytes": ("An element has 2 bytes, and the docstring asks for GB: 10⁹ bytes.",
-            [*({"activation = 2": f"activation = {width}", "dp * 2 * parameters": f"dp * {width} * parameters"}
-              for width in (1, 4)), "dp * 2 * parameters  ->  dp * 4 * parameters",
-             *[{SENT: SENT.replace("1e9", unit)} for unit in ("1", "1e6", "2**30")]]),
+            [{"activation = 2": "activation = 4", "dp * 2 * parameters": "dp * 4 * parameters"},
+             {SENT: SENT.replace("1e9", "2**30")}]),
 }
 
 
@@ -218,28 +209,20 @@ def node_order(note, answer, sizes, gigabytes, node):
 
 
 BEST = "min(itertools.permutations(sizes), key=between_nodes)"
-CLIMB = """order, moved = sorted(sizes, key=gigabytes.get), True
-while moved:
-    moved = False
-    for i in range(len(order) - 1):
-        other = [*order[:i], order[i + 1], order[i], *order[i + 2 :]]
-        if between_nodes(other) < between_nodes(order):
-            order, moved = other, True
-return order"""
 
 MISTAKES["node_order"] = {
     "odd": ("Return the names of all dimensions, each once, beginning with the one that changes slowest.",
             f"return {BEST}  ->  return [sizes[name] for name in {BEST}]"),
-    "node-ignored": ("""The order is the same for every size of a node. But that size decides which neighbours are on
-        another node.""", "def between_nodes(order):  ->  gpus_per_node = 2\n\ndef between_nodes(order):"),
-    "backwards": ("""This is the worst order, or the best one reversed. The last dimension changes fastest: its
-        neighbours are next to each other.""", [f"{BEST}  ->  {BEST}[::-1]", "return min(  ->  return max("]),
+    "node-ignored": ("The size of a node decides which neighbours are on another node.",
+            "def between_nodes(order):  ->  gpus_per_node = 2\n\ndef between_nodes(order):"),
+    "backwards": ("This is the best order reversed. The last dimension changes fastest: its ranks are neighbours.",
+            f"{BEST}  ->  {BEST}[::-1]"),
     "by-degree": ("The dimensions are sorted by their number of ranks. What counts is what they send between nodes.",
-            [f"{BEST}  ->  sorted(sizes, key=sizes.get, reverse=True)", f"{BEST}  ->  sorted(sizes, key=sizes.get)"]),
+            f"{BEST}  ->  sorted(sizes, key=sizes.get)"),
     "greedy": ("""The dimensions are sorted by what they send, with the largest innermost. That is often right, but here
         another order sends less between nodes.""", f"{BEST}  ->  sorted(sizes, key=gigabytes.get)"),
     "not-best": ("""Another order sends less between nodes. Compare these GB with your own count, which has to take
-        every group of every dimension, all the way round.""", f"return {BEST}  ->  {CLIMB}"),
+        every group of every dimension, all the way round.""", "return min(  ->  return max("),
 }
 
 
@@ -352,33 +335,26 @@ RETURN = "return losses, {name: w.detach() for name, w in own.items()}"
 
 MISTAKES["hybrid_training"] = {
     "shards": ("""These are not the weights of a shard: gain is whole, up is cut by rows and down by columns, into as
-        many parts as a node has GPUs. Tensor parallelism, which sends most, belongs inside a node, where ranks are
-        neighbours.""", ["in own.items()}  ->  in (weights | {'gain': own['gain']}).items()}",
-             {"node, gpu = divmod(dist.get_rank(), gpus_per_node)": "gpu, node = divmod(dist.get_rank(), nodes)",
+        many parts as a node has GPUs. Tensor parallelism belongs inside a node, where ranks are neighbours.""",
+            [{"node, gpu = divmod(dist.get_rank(), gpus_per_node)": "gpu, node = divmod(dist.get_rank(), nodes)",
               MESH: 'mesh = dist.init_device_mesh("cpu", (gpus_per_node, nodes), mesh_dim_names=("tp", "dp"))'}]),
     "no-f": ("""Every rank of the tensor-parallel group used x * gain, so the gradient of it is a sum over them. Behind
         down the outputs of all of them are added up, and then x, once.""", [f'{COPY}  ->  x * own["gain"]',
-             f"{SUM_OVER}  ->  {PARTIAL}", f'x + {SUM_OVER}  ->  sum_over(x + {PARTIAL}, groups["tp"])']),
+             f"{SUM_OVER}  ->  {PARTIAL}"]),
     "sum": ("""Every gradient, that of the gain too, has to be the mean over the replicas: those ranks saw different
         samples. It is not their sum, nor divided by the number of all ranks.""",
-            [f'{MEAN}  ->  summed(gradient, groups["dp"])',
-             f'{MEAN}  ->  summed(gradient, groups["dp"]) / dist.get_world_size()',
-             f'{MEAN}  ->  (gradient if w is own["gain"] else {MEAN})', f"{MEAN}  ->  gradient"]),
+            [f'{MEAN}  ->  summed(gradient, groups["dp"])', f"{MEAN}  ->  gradient"]),
     "wrong-group": ("""Two groups are confused. Ranks of a tensor-parallel group compute one layer together: they need
-        the same samples, and hold different parts of the weights, whose gradients have nothing to do with each
-        other.""", [f'{MEAN}  ->  summed(gradient, groups["tp"]) / gpus_per_node', f"{MEAN}  ->  {EVERYWHERE}",
-             f"{PART}  ->  x, target = (t.chunk(dist.get_world_size())[dist.get_rank()] for t in (x, target))"]),
+        the same samples, and hold different parts of the weights.""",
+            [f'{MEAN}  ->  summed(gradient, groups["tp"]) / gpus_per_node', f"{MEAN}  ->  {EVERYWHERE}"]),
     "cut-off": ("""The loss has lost its way back to the weights. What summed returns is detached; sum_over keeps the
-        gradient. copy_to needs a tensor that has a gradient, as x * gain does if the weights have requires_grad_().""",
-            [f'{COPY}  ->  copy_to(x, groups["tp"])', "sum_over(F.linear  ->  summed(F.linear"]),
+        gradient, and copy_to needs a tensor that has one.""", "sum_over(F.linear  ->  summed(F.linear"),
     "loss": ("""The weights are right, but the losses are not those of the whole batch before each step: each rank knows
         the loss of one part of it.""", [f"{LOSS}  ->  loss.item()", f'{LOSS}  ->  summed(loss, groups["dp"]).item()']),
     "too-many-bytes": ("""The result is right, but the work or the traffic is not that of both kinds of parallelism:
-        each rank multiplies its part of the weights with its node's part of the batch. Inside a node there is one
-        all-reduce forward and one backward; between nodes go the gradients of a rank's shards, among the ranks that
-        hold the same part, and one number for the loss.""", [f"{PART}  ->  pass",
-             f'{MEAN}  ->  ({EVERYWHERE} if w is own["gain"] else {MEAN})',
-             f'w -= lr * {MEAN}  ->  w -= lr * {MEAN}\nsummed(gradient, groups["dp"])']),
+        each rank multiplies its part of the weights with its node's part of the batch. Between nodes go the gradients
+        of a rank's shards, among the ranks that hold the same part, and one number for the loss.""",
+            [f"{PART}  ->  pass", f'w -= lr * {MEAN}  ->  w -= lr * {MEAN}\nsummed(gradient, groups["dp"])']),
     "sizes": ("""This is right for two nodes with two GPUs each. Look for a fixed number, or for one of the two sizes
         where the other belongs.""", f'{MEAN}  ->  summed(gradient, groups["dp"]) / 2'),
 }
@@ -476,24 +452,17 @@ SCALE = """for gradient in gradients:
             gradient *= limit / norm"""
 
 MISTAKES["clip_gradients"] = {
-    "no-grad": ("""That is the norm of nothing. If you use clip_grad_norm_: it takes parameters and reads their .grad,
-        but the list here holds the gradients themselves.""",
+    "no-grad": ("clip_grad_norm_ takes parameters and reads their .grad; this list holds the gradients themselves.",
             f"{START}  ->  return torch.nn.utils.clip_grad_norm_(gradients, limit)\n{START}"),
     "own": ("""That is the norm of a part: of this rank's tensors, of one group or one pipeline stage. All other stages
         and shards belong to the model, too.""", [f"{ALL_REDUCE}  ->  dist.all_reduce(total.clone())",
-             *[f'{ALL_REDUCE}  ->  dist.all_reduce(total, group=groups.get("{name}"))' for name in ("tp", "dp")],
-             f'{ALL_REDUCE}  ->  stages = groups["pp"].size() if "pp" in groups else 1\n'
-             "stage, _ = dist.new_subgroups(dist.get_world_size() // stages)\ndist.all_reduce(total, group=stage)"]),
+             *[f'{ALL_REDUCE}  ->  dist.all_reduce(total, group=groups.get("{name}"))' for name in ("tp", "dp")]]),
     "twice": ("""Tensors that several ranks hold alike count once: divide their squares, and not their norms, by the
-        number of copies. Those that are cut count on each rank.""", ["/ count  ->  / count**2", " / count  ->  ",
-             {ADD: 'if all(dist.get_rank(group) == 0 for name, group in groups.items() if name in ("dp", "tp")):\n'
-                   "    total += gradient.double().pow(2).sum()"}]),
+        number of copies. Those that are cut count on each rank.""", ["/ count  ->  / count**2", " / count  ->  "]),
     "sum-of-norms": ("Norms do not add up, their squares do, and the norm is the root of that sum.",
-            [{ALL_REDUCE: f"total = total.sqrt()\n{ALL_REDUCE}", "total.sqrt().item()": "total.item()"},
-             "total.sqrt().item()  ->  total.item()"]),
+            {ALL_REDUCE: f"total = total.sqrt()\n{ALL_REDUCE}", "total.sqrt().item()": "total.item()"}),
     "nothing": ("A rank without any gradient still takes part in the sum: the others wait for it.",
-            [f"{START}  ->  if not gradients:\n    return 0.0\n{START}",
-             f"{ALL_REDUCE}  ->  torch.stack([g.sum() for g in gradients])\n{ALL_REDUCE}"]),
+            f"{START}  ->  if not gradients:\n    return 0.0\n{START}"),
     "not-clipped": ("""The norm is right and larger than the limit, but the tensors that were given have not changed:
         they are what the optimizer sees.""", ["if norm > limit:  ->  if False:",
              {SCALE: "gradients[:] = [gradient * (limit / norm) for gradient in gradients]"}]),
@@ -579,26 +548,19 @@ INTERLEAVING = "layout.virtual > 1 and (pp == 1 or not rest and count % pp)"
 MISTAKES["why_not"] = {
     "gpus": ("The product of all degrees has to be the number of GPUs. Context parallelism is one of them.",
             " * layout.cp != cluster.gpus  ->  != cluster.gpus"),
-    "heads": ("""tp has to divide the query heads, the key-value heads and the width of the MLP. That it reaches over
-        several nodes makes it slow, but nothing forbids it.""", [" or model.kv_heads % tp  ->  ",
-             "if model.heads % tp  ->  if tp > cluster.per_node or model.heads % tp"]),
+    "heads": ("tp has to divide the query heads, the key-value heads and the width of the MLP.",
+            " or model.kv_heads % tp  ->  "),
     "layers": ("""Each of the pp · virtual chunks gets the same number of layers, where embedding and head may count as
         a layer each.""", ["layout.pp * layout.virtual  ->  layout.pp", " and (model.layers + 2) % chunks  ->  "]),
     "batch": ("""Each replica needs a whole number of micro-batches: dp · microbatch divides the batch. Ranks along cp
-        share the sequences of one replica.""", ["dp * layout.microbatch  ->  dp",
-             "dp * layout.microbatch  ->  dp * layout.cp * layout.microbatch"]),
+        share the sequences of one replica.""", "dp * layout.microbatch  ->  dp"),
     "interleaving": ("""Only virtual stages ask for this: there has to be a pipeline, and the micro-batches of a replica
-        come in groups of pp. Where the batch does not divide, there is no number of micro-batches to look at.""",
-            [f"{INTERLEAVING}  ->  False", "pp == 1 or not rest and count % pp  ->  not rest and count % pp",
-             f"{INTERLEAVING}  ->  not rest and count % pp", "not rest and count % pp  ->  count % pp"]),
+        come in groups of pp.""", [f"{INTERLEAVING}  ->  False", "not rest and count % pp  ->  count % pp"]),
     "memory": ("""Compare the model states of a rank with its GPU: it has 1/(tp · pp) of the parameters, and 16 bytes
         for each before ZeRO divides. Name memory only where nothing else is wrong.""",
-            ["model.parameter_count / (tp * pp)  ->  model.parameter_count",
-             "if not words and states.total  ->  if False and states.total",
-             "if not words and states.total  ->  if states.total"]),
-    "zero": ("""ZeRO divides states among the dp · cp ranks that hold the same parameters, and no others: stage 1 the
-        optimizer's, 2 the gradients too, 3 all.""", ["stage=layout.zero  ->  stage=0",
-             "ranks = dp * layout.cp  ->  ranks = dp", "ranks = dp * layout.cp  ->  ranks = cluster.gpus"]),
+            "model.parameter_count / (tp * pp)  ->  model.parameter_count"),
+    "zero": ("ZeRO divides states among the dp · cp ranks: stage 1 the optimizer's, 2 the gradients too, 3 all.",
+            ["stage=layout.zero  ->  stage=0", "ranks = dp * layout.cp  ->  ranks = dp"]),
     "all-reasons": ("That is not every reason. Name all of them.", "return words  ->  return set(sorted(words)[:1])"),
 }
 
@@ -654,8 +616,7 @@ DEGREES, MORE = "tp=4, pp=1, dp=16", 'zero=3, recompute="selective"'
 MISTAKES["plan_70b"] = {
     "form": ("Return a planner.Layout, such as Layout(tp=8, pp=4, dp=2).",
             f"planner.Layout({DEGREES}, {MORE})  ->  4, 1, 16"),
-    "search": ("""planner.search found it for you. Here you are the one to search, with plan and one layout after the
-        other.""",
+    "search": ("planner.search found it for you. Here you are the one to search, with plan.",
             "return planner.Layout(  ->  run = planner.published_runs(fitted=True)[0]\n"
             "planner.search(*planner.plan_inputs(run)[:2], run.batch, tp=1)\nreturn planner.Layout("),
     "illegal": ("This layout cannot run at all; the reasons are those of planner.reasons_against.",
@@ -663,14 +624,13 @@ MISTAKES["plan_70b"] = {
     "rules": ("cp, precision, sequence_parallel and overlap stay as they are: they are not in the list.",
             f"{DEGREES}  ->  tp=1, pp=2, dp=8, cp=4"),
     "memory": ("""The fullest GPU holds too much. What takes most? States shrink with ZeRO and with tp · pp, activations
-        with tp and with recomputation.""", [f"{MORE}  ->  zero=0",
-             {DEGREES: "tp=4, pp=2, dp=8", MORE: 'zero=1, recompute="selective"'}]),
-    "compute": ("""Compute takes the most time that could be saved. With recomputation, backward computes parts of
-        forward again to save memory.""", {DEGREES: "tp=1, pp=1, dp=64", '"selective"': '"full"'}),
+        with tp and with recomputation.""", f"{MORE}  ->  zero=0"),
+    "compute": ("Compute takes the most time that could be saved. Recomputation computes parts of forward again.",
+            {DEGREES: "tp=1, pp=1, dp=64", '"selective"': '"full"'}),
     "tensor": ("Tensor parallelism takes the most time that could be saved: its communication is not hidden.",
             f"{DEGREES}  ->  tp=8, pp=1, dp=8"),
-    "bubble": ("""The bubble takes the most time that could be saved: GPUs wait for the first micro-batches, and after
-        the last.""", {DEGREES: "tp=4, pp=4, dp=4", MORE: 'zero=1, recompute="selective"'}),
+    "bubble": ("The bubble takes the most time that could be saved: GPUs wait for the first micro-batches.",
+            {DEGREES: "tp=4, pp=4, dp=4", MORE: 'zero=1, recompute="selective"'}),
 }
 RIGHT["plan_70b"] = {
     "a pipeline with virtual stages": {DEGREES: "tp=4, pp=4, dp=4, virtual=5", "zero=3": "zero=1"},
