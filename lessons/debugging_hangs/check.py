@@ -105,19 +105,17 @@ REDUCE = "dist.all_reduce(tensor, op=op)"
 MISTAKES["checked_all_reduce"] = {
     "silent": ("""The ranks passed different calls, and this rank did not notice. What has to be equal is the reduction,
         the shape and the dtype: gloo and NCCL compare none of them.""",
-            [{CALL: 'call = f"{tensor.dtype} {tuple(tensor.shape)}"'}, {CALL: 'call = f"{op} {tuple(tensor.shape)}"'},
+            [{CALL: 'call = f"{tensor.dtype} {tuple(tensor.shape)}"'},
              {CALL: 'call = f"{op} {tensor.dtype} {tensor.nbytes}"'}]),
-    "form": ("""The error's text has the form given in the docstring, with the ranks in ascending order: ranks [1]
-        differ.""", "{odd} differ  ->  {odd} pass another call"),
-    "majority": ("""The usual call is the one that most ranks pass. Rank 0 may be the one that differs; only if two
-        calls are passed equally often, the usual one is that of the lowest rank.""",
-            [f"Counter(calls).most_common(1)[0][0]  ->  calls[{rank}]" for rank in ("0", "dist.get_rank()")]),
+    "form": ("The error's text has the form of the docstring, with the ranks in ascending order: ranks [1] differ.",
+            "{odd} differ  ->  {odd} pass another call"),
+    "majority": ("The usual call is the one that most ranks pass; of two as frequent, that of the lowest rank.",
+            "Counter(calls).most_common(1)[0][0]  ->  calls[0]"),
     "changed": ("The comparison comes before the reduction: a call that is refused must leave the tensor as it was.",
             "if odd:  ->  if odd:\n    tensor.zero_()"),
     "false-alarm": ("All ranks passed the same call here. Compare what is passed, and not the numbers in the tensor.",
-            [{CALL: 'call = f"{op} {tensor}"'}, "if one != usual  ->  if one == usual"]),
-    "hash": ("""All ranks passed the same call here. Python's hash() of a text is another number in every process that
-        is started by itself, as torchrun starts ranks, because each has a seed of its own.""",
+            {CALL: 'call = f"{op} {tensor}"'}),
+    "hash": ("The same call everywhere; but Python's hash() of a text is another number in every process.",
             {MINE: "mine = torch.tensor([hash(call)])", "bytes(one.tolist())": "one.item()"}),
     "other-op": ("This is the sum. Reduce with the reduction that was passed.", {REDUCE: "dist.all_reduce(tensor)"}),
     "object": ("""all_gather_object pickles what it sends, and sends the sizes before: two collectives, of any length. A
@@ -205,23 +203,20 @@ APPLY = "apply(gradient / dist.get_world_size())"
 MISTAKES["skip_together"] = {
     "every-batch": ("Each rank computes each of its batches once, also after a batch that did not fit.",
             "continue  ->  break"),
-    "local-skip": ("""A batch is skipped by all ranks if it does not fit on one of them, and by none otherwise. A rank
-        cannot know that by itself, so they have to tell each other before the reduction.""",
-            [{"if full.item() > 0:": "if False:", "full += 1": "full += 1\ngradient = batch * 0"},
-             "if full.item() > 0:  ->  if skipped == 0:"]),
+    "local-skip": ("A batch is skipped by all ranks if it does not fit on one of them: they have to tell each other.",
+            {"if full.item() > 0:": "if False:", "full += 1": "full += 1\ngradient = batch * 0"}),
     "out-of-step": ("""It is right as long as every batch fits. When one does not, the ranks call different collectives
         from then on: every rank has to take the same way through the step.""", {TOGETHER: "pass"}),
     "mean": ("The gradient that is applied is the mean over the ranks, not the sum.", {APPLY: "apply(gradient)"}),
-    "ahead": ("""The gradients were computed before the weights were updated. Each depends on the weights that the batch
-        before it has left.""",
+    "ahead": ("Each gradient depends on the weights that the batch before it has left.",
             {"skipped = 0": "skipped, later = 0, []", APPLY: "later.append(gradient / dist.get_world_size())",
              "return skipped": "for gradient in later:\n    apply(gradient)\nreturn skipped"}),
     "count": ("Return how many batches were skipped; all ranks return the same number.",
-            ["return skipped  ->  return len(batches)", "return skipped  ->  return None"]),
+            "return skipped  ->  return len(batches)"),
     "gradient-sent": ("In a step that is skipped only the flag has to be sent: decide first, then reduce the gradient.",
             "skipped += 1  ->  dist.all_reduce(batch * 0)\nskipped += 1"),
-    "swallowed": ("""Only MemoryError means that the batch does not fit. Other errors are faults, and have to end the
-        job.""", "except MemoryError:  ->  except Exception:"),
+    "swallowed": ("Only MemoryError means that the batch does not fit. Other errors are faults, and end the job.",
+            "except MemoryError:  ->  except Exception:"),
 }
 RIGHT["skip_together"] = {
     "gather": {

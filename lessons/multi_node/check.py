@@ -182,7 +182,6 @@ INTO = "tensor.copy_(padded[:count].view(tensor.shape))"
 ROWS, COLUMNS = "rows = list(hosts.values())", "# one rank of each host"
 INSIDE = "inside, _ = dist.new_subgroups_by_enumeration(rows)"
 OUTSIDE = "across, _ = dist.new_subgroups_by_enumeration(columns)"
-MEMBERS = "members = dist.get_process_group_ranks(inside)"
 
 MISTAKES["hierarchical_mean"] = {
     "hang": ("""Every rank has to take part in making every group, in the same order, also of groups that it is not in:
@@ -193,34 +192,25 @@ MISTAKES["hierarchical_mean"] = {
     "flat": ("""The heavy part has to run inside the hosts: one collective over all ranks takes no account of hosts, and
         where the two levels are exchanged, little is left inside.""",
             [f"{REDUCE}  ->  return dist.all_reduce(tensor.div_(len(host_of)))",
-             f"{GATHER}  ->  dist.all_reduce(padded.clone())\n{GATHER}",
              f"{COLUMNS}  ->  {COLUMNS}\nrows, columns = columns, rows"]),
     "leaders": ("""After a reduce-scatter inside the host, each of its L ranks has 1/L of the tensor left to talk about
         with other hosts. None needs to carry more, and none should idle.""",
-            [{REDUCE: f"{MEMBERS}\ndist.reduce(padded, members[0], group=inside)",
-             ACROSS: "if dist.get_rank() == members[0]:\n    dist.all_reduce(padded, group=across)",
-             MEAN: "padded /= len(host_of)", GATHER: "dist.broadcast(padded, members[0], group=inside)"},
-             {REDUCE: "shard = padded\ndist.all_reduce(shard, group=inside)", GATHER: "pass"}]),
+            {REDUCE: "shard = padded\ndist.all_reduce(shard, group=inside)", GATHER: "pass"}),
     "one-level": ("This covers the ranks of one host only: the other level is missing.",
             f"{ACROSS}  ->  dist.all_reduce(shard.clone(), group=across)"),
     "divisor": ("The sum over all ranks is right, but the mean divides it by the number of all ranks.",
-            [f"{MEAN}  ->  pass", f"{MEAN}  ->  shard /= per_host"]),
-    "remainder": ("""It is right where the number of ranks on a host divides the number of elements. Here something is
-        left over; every element belongs to somebody's shard.""",
+            f"{MEAN}  ->  shard /= per_host"),
+    "remainder": ("Where the ranks of a host do not divide the elements, something is left over, which counts too.",
             {"count, per_host = tensor.numel()": "count, per_host = tensor.numel() // 2 * 2",
              "= tensor.flatten()": "= tensor.flatten()[:count]",
              INTO: "tensor.view(-1)[:count] = padded[:count]"}),
     "any-tensor": ("""The caller keeps tensor, so the mean has to be written into its memory, whatever dtype and strides
         it has: flatten() and reshape() may make a copy, and writing to a copy changes nothing in tensor.""",
-            [f"{INTO}  ->  tensor.reshape(-1)[:] = padded[:count]",
-             f"{INTO}  ->  return padded[:count].view(tensor.shape)"]),
+            f"{INTO}  ->  tensor.reshape(-1)[:] = padded[:count]"),
     "placement": ("""It is right for two hosts with two neighboring ranks each. How many hosts there are, and which
-        ranks are on which, stands in host_of and nowhere else: one of the two levels may have groups of a single
-        rank.""",
-            [f"{ROWS}  ->  size = len(host_of) // len(hosts)\n"
-            "rows = [list(range(r, r + size)) for r in range(0, len(host_of), size)]",
-             f"{MEAN}  ->  shard /= 2 * per_host",
-             f"{COLUMNS}  ->  {COLUMNS}\nif len(rows) == 1:\n    return dist.all_reduce(tensor)"]),
+        ranks are on which, stands in host_of and nowhere else.""",
+            f"{ROWS}  ->  size = len(host_of) // len(hosts)\n"
+            "rows = [list(range(r, r + size)) for r in range(0, len(host_of), size)]"),
 }
 RIGHT["hierarchical_mean"] = {
     "on a mesh, with lists of pieces": {
@@ -230,8 +220,9 @@ RIGHT["hierarchical_mean"] = {
         GATHER: "dist.all_gather(list(padded.chunk(per_host)), shard, group=inside)",
     },
     "piece by piece, each summed up at one rank of the host": {
-        REDUCE: f"{MEMBERS}\npieces = padded.chunk(per_host)\nfor piece, rank in zip(pieces, members, strict=True):\n"
-                "    dist.reduce(piece, rank, group=inside)\nshard = pieces[members.index(dist.get_rank())]",
+        REDUCE: "members = dist.get_process_group_ranks(inside)\npieces = padded.chunk(per_host)\n"
+                "for piece, rank in zip(pieces, members, strict=True):\n    dist.reduce(piece, rank, group=inside)\n"
+                "shard = pieces[members.index(dist.get_rank())]",
         GATHER: "for piece, rank in zip(pieces, members, strict=True):\n    dist.broadcast(piece, rank, group=inside)",
     },
 }
@@ -425,29 +416,22 @@ OWN_NAME = "os.uname().nodename"
 
 MISTAKES["join"] = {
     "two-worlds": ("""The number of all ranks is in the environment, beside that of this host's. With the latter each
-        host makes a world of its own, and nothing fails: every world trains, averages over itself only, and writes the
-        same checkpoints.""", [told("LOCAL_RANK", "LOCAL_WORLD_SIZE", OWN_NAME), told(world_size="LOCAL_WORLD_SIZE")]),
+        host makes a world of its own, and nothing fails.""",
+            [told("LOCAL_RANK", "LOCAL_WORLD_SIZE", OWN_NAME), told(world_size="LOCAL_WORLD_SIZE")]),
     "rank-twice": ("""Ranks count from 0 to the world size less 1, over all hosts, each once. On one host the number of
-        a process is its rank; on several it is only its place within the host.""", [told("LOCAL_RANK"),
-             told("GROUP_RANK"),
-             f"{INIT}  ->  group, count = int(os.environ['GROUP_RANK']), int(os.environ['WORLD_SIZE'])\n"
-             "rank = group * count + int(os.environ['LOCAL_RANK'])\n"
-             "dist.init_process_group('gloo', rank=rank, world_size=count)"]),
+        a process is its rank; on several it is only its place within the host.""", told("LOCAL_RANK")),
     "many-stores": ("""The ranks meet at a store that rank 0 hosts, so all of them need the same address, and it has to
-        mean the same host everywhere. A host's own name, localhost and 127.0.0.1 mean another host on each.""",
+        mean the same host everywhere. A host's own name and 127.0.0.1 mean another host on each.""",
             [told(address=OWN_NAME), told(address="'127.0.0.1'")]),
     "nobody-hosts": ("""All ranks look for the store on one host, and rank 0, which opens it, runs on another. Who is
-        rank 0, and where, only torchrun knows, which gives the hosts numbers as they come: take it from the
-        environment.""", [told(address="'node1'"), told(address="'node0'")]),
-    "loopback": ("""All is agreed, but each rank then tells the others an address at which it can be reached, and on the
-        interface lo that is 127.0.0.1: on another host this means that host itself. Leave GLOO_SOCKET_IFNAME as it is
-        set.""", f"{INIT}  ->  os.environ['GLOO_SOCKET_IFNAME'] = 'lo'\n{INIT}"),
-    "device": ("""The process group is right. But each host counts its GPUs from 0, and each rank needs its own. On one
-        host RANK and LOCAL_RANK are equal; from the second host on, only one of them is the number of a GPU.""",
-            [f"{DEVICE}  ->  return dist.get_rank()", f"{DEVICE}  ->  return 0"]),
-    "no-group": ("""Every rank of every host has to call dist.init_process_group: it makes the default process group,
-        and returns when all have called it.""", [f"{INIT}  ->  pass",
-             f"{INIT}  ->  if os.environ['LOCAL_RANK'] == '0':\n    {INIT}"]),
+        rank 0, and where, only torchrun knows: take it from the environment.""", told(address="'node0'")),
+    "loopback": ("""Each rank tells the others an address at which it can be reached, and on the interface lo that is
+        127.0.0.1: on another host this means that host itself.""",
+            f"{INIT}  ->  os.environ['GLOO_SOCKET_IFNAME'] = 'lo'\n{INIT}"),
+    "device": ("The process group is right. But each host counts its GPUs from 0, and each rank needs its own.",
+            f"{DEVICE}  ->  return dist.get_rank()"),
+    "no-group": ("Every rank of every host has to call dist.init_process_group, which returns when all have.",
+            [f"{INIT}  ->  pass", f"{INIT}  ->  if os.environ['LOCAL_RANK'] == '0':\n    {INIT}"]),
 }
 RIGHT["join"] = {
     "all said in the call": told(),
@@ -465,11 +449,10 @@ CLINIC = {
     "name": "The names of causes are those of clinic.list_causes().",
     "cause": """Ask for the evidence that is named below, and compare it with what this cause would show. Two causes
         with the same message differ in what a connection says, or in who listens.""",
-    "several": """Change one thing for each patient. If several change at once, nobody knows which of them has healed
-        it, and the others stay in the job script for years.""",
+    "several": "Change one thing for each patient: else nobody knows which of them has healed it.",
     "cure-form": "clinic.list_cures() shows what can be changed, and with which values.",
     "cure": """What the ranks say after the change stands below. Is it the same message as before? Then the change did
-        not touch the cause. Is it another one? Then the ranks have come further, or less far.""",
+        not touch the cause.""",
 }
 
 
@@ -516,17 +499,15 @@ LOST = "save / every + (restart + every / 2) / between"
 
 MISTAKES["checkpoint_plan"] = {
     "one-host": ("The job stops when any of its hosts fails, so more hosts fail more often, not less.",
-            [f"{BETWEEN}  ->  days * 24 * 60", f"{BETWEEN}  ->  days * 24 * 60 * hosts"]),
+            f"{BETWEEN}  ->  days * 24 * 60"),
     "units": ("The time between failures is given in days, and all answers are in minutes: a day has 24 · 60 of them.",
-            [f"{BETWEEN}  ->  {day} / hosts" for day in ("24 * days", "days", "86400 * days")]),
-    "no-two": ("""Young's interval is a square root, and has a factor of 2, because a failure costs half an interval on
-        average: save/T + T/(2 M) is least where both terms are equal.""", [f"{ROOT}  ->  math.sqrt(save * between)",
-             f"{ROOT}  ->  2 * save * between"]),
-    "whole-interval": ("""A failure comes at any moment between two checkpoints, so it costs half an interval on
-        average.""", "every / 2  ->  every"),
-    "save-free": ("""Both cost time: the job stands still for `save` minutes in every interval, and each failure loses
-        the restart and half an interval.""", [f"{LOST}  ->  (restart + every / 2) / between",
-             f"{LOST}  ->  save / every", "(restart + every / 2)  ->  (every / 2)"]),
+            [f"{BETWEEN}  ->  {day} / hosts" for day in ("24 * days", "days")]),
+    "no-two": ("Young's interval is a square root, and has a factor of 2: a failure costs half an interval on average.",
+            [f"{ROOT}  ->  math.sqrt(save * between)", f"{ROOT}  ->  2 * save * between"]),
+    "whole-interval": ("A failure comes at any moment, so it costs half an interval on average.",
+            "every / 2  ->  every"),
+    "save-free": ("Both cost time: each save, and with each failure the restart and half an interval.",
+            [f"{LOST}  ->  (restart + every / 2) / between", f"{LOST}  ->  save / every"]),
     "restart-each-save": ("The restart comes once per failure, not once per checkpoint.",
             f"{LOST}  ->  (save + restart) / every + (every / 2) / between"),
     "fraction": ("The docstring asks for per cent.", "100 * lost  ->  lost"),

@@ -118,32 +118,23 @@ SAVE, LOAD, FILE = "torch.save((step, state), saved)", "step, state = torch.load
 STEP = "state = do_step(step, state)\n        step += 1"
 
 MISTAKES["train"] = {
-    "same-file": ("""The rank goes on with the state of another rank. All ranks share the folder and every one has a
-        state of its own, so each needs a file of its own.""",
-            [{FILE: '"all.pt"', SAVE: f"if dist.get_rank() == {writer}:\n    {SAVE}\ndist.barrier()"}
-             for writer in (0, 1)]),
+    "same-file": ("All ranks share the folder, and every one has a state of its own: each needs a file of its own.",
+            {FILE: '"all.pt"', SAVE: f"if dist.get_rank() == 0:\n    {SAVE}\ndist.barrier()"}),
     "state-lost": ("""The state that a step begins with is the one that the step before returned on the same rank, also
         in a later call. Save the state beside the number of the step.""", [f"{LOAD}  ->  step, _ = torch.load(saved)",
              "state = do_step(step, state)  ->  do_step(step, state)"]),
     "code": ("""All ranks return the same: 0 when all steps are done, also if the signal came in the last one, and 75
-        when the loop was told to stop before. After 75 the job is started again, after 0 it is not.""",
-            [f"{CODE}  ->  return step == steps", f"{CODE}  ->  return 75 if told and step < steps else 0",
-             f"{CODE}  ->  return 0",
-             {"saved, step = folder": "stop = 0\nsaved, step = folder", CODE: "return 75 if stop > 0 else 0"}]),
+        when the loop was told to stop before.""",
+            [f"{CODE}  ->  return 75 if told and step < steps else 0", f"{CODE}  ->  return 0"]),
     "steps": ("""Over all calls every step is done once, in order. A later call finds in the folder what was saved and
-        goes on with the next step: save the number of the next step, or add 1 to that of the last one, but only one of
-        the two.""", [{STEP: "step += 1\nstate = do_step(step, state)"}, f"{SAVE}  ->  pass",
-             f"{SAVE}  ->  torch.save((step - 1, state), saved)", f"{LOAD}  ->  {LOAD}\nstep += 1"]),
+        goes on with the next step.""", [f"{SAVE}  ->  pass", f"{LOAD}  ->  {LOAD}\nstep += 1"]),
     "no-handler": ("""SIGTERM ended this rank, or its step, and the other ranks wait in it. Every rank needs a handler,
-        because the signal may reach any of them, and a handler should only note that the signal came.""",
-            [f"{HANDLER}  ->  pass", f"{HANDLER}  ->  if dist.get_rank() == 0:\n    {HANDLER}",
-             "told.append(number))  ->  exit(75))"]),
-    "hang": ("""Some ranks left the loop and others did not. Whether to stop has to be decided by all ranks together, in
-        the same step: with a collective.""", f"{ASKED}  ->  if told or step == steps:"),
+        which should only note that the signal came.""",
+            [f"{HANDLER}  ->  if dist.get_rank() == 0:\n    {HANDLER}", "told.append(number))  ->  exit(75))"]),
+    "hang": ("Some ranks left the loop and others did not: all ranks decide together, with a collective.",
+            f"{ASKED}  ->  if told or step == steps:"),
     "ignored": ("""A signal to any one of the ranks stops all of them, and nothing else does. The step in which it comes
-        may be finished, and one more begun.""", [f"{ASKED}  ->  if stop > 0 or step % 3 == 0:",
-             "dist.all_reduce(stop)  ->  dist.broadcast(stop, 0)",
-             f"{ASKED}  ->  if stop > 0 and step % 4 == 0 or step == steps:"]),
+        may be finished, and one more begun.""", "dist.all_reduce(stop)  ->  dist.broadcast(stop, 0)"),
     "done-again": ("""Called when all steps are done, the loop should find that out and do nothing. Save after the last
         step, too, and look at what was saved.""", {ASKED: "if stop > 0 and step < steps:"}),
 }
@@ -262,35 +253,29 @@ TRAP = "trap 'scancel --signal=TERM $SLURM_JOB_ID' USR1\nsrun bash"
 
 MISTAKES["job_script"] = {
     "form": ("""Return the text of a bash script: its first line is #!/bin/bash, and the program stands in it as it was
-        given. Directives stand before the first command; what follows it Slurm takes for comments. `bash -n` finds
-        errors.""", ["#!/bin/bash  ->  # a job script", "{program}  ->  python train.py",
-             f"{ONLY_75}; then  ->  {ONLY_75}", "#!/bin/bash  ->  #!/bin/bash\nset -u"]),
+        given. Directives stand before the first command. `bash -n` finds errors.""",
+            [f"{ONLY_75}; then  ->  {ONLY_75}", "#!/bin/bash  ->  #!/bin/bash\nset -u"]),
     "requeue": ("""Ask for what a second start needs: --requeue, because some clusters set JobRequeue=0;
         --open-mode=append, or the log of the first run is lost; and --time, without which no signal can come before the
         end.""", [{"#SBATCH --requeue\n": ""}, {"#SBATCH --open-mode=append\n": ""}, {"#SBATCH --time=1:00:00\n": ""}]),
     "signal": ("""The ranks have to get SIGTERM about a minute before the limit, in which they save. Ask for it by
         --signal: the name of the signal, an @, and the seconds. With B: only the batch shell gets it, which then has to
         pass it on (`trap`, and srun in the background).""", [{"#SBATCH --signal=TERM@60\n": ""},
-             "TERM@60  ->  USR1@60", "TERM@60  ->  TERM@7200", "TERM@60  ->  B:TERM@60"]),
+             "TERM@60  ->  TERM@7200", "TERM@60  ->  B:TERM@60"]),
     "srun": ("""One task is one rank: --nodes and --ntasks-per-node say how many there are. The script itself runs once,
         on the first host, and srun starts what follows it once for each task.""",
-            ["--ntasks-per-node=2  ->  --ntasks-per-node=4", "srun bash  ->  exit 0\nsrun bash",
-             "srun bash  ->  bash"]),
+            ["--ntasks-per-node=2  ->  --ntasks-per-node=4", "srun bash  ->  bash"]),
     "rank": ("""RANK counts the ranks of all hosts: SLURM_PROCID. LOCAL_RANK counts those of one host: SLURM_LOCALID.
         WORLD_SIZE is the number of all: SLURM_NTASKS. In the batch script, outside of srun, the first two are 0.""",
-            ["RANK=$SLURM_PROCID LOCAL  ->  RANK=$SLURM_LOCALID LOCAL",
-             {"srun bash -c '": 'srun bash -c "', "{program}'": '{program}"'},
-             "LOCAL_RANK=$SLURM_LOCALID  ->  LOCAL_RANK=$SLURM_PROCID",
-             "WORLD_SIZE=$SLURM_NTASKS  ->  WORLD_SIZE=$SLURM_NNODES"]),
+            [{"srun bash -c '": 'srun bash -c "', "{program}'": '{program}"'},
+             "LOCAL_RANK=$SLURM_LOCALID  ->  LOCAL_RANK=$SLURM_PROCID"]),
     "master": ("""All ranks need the same MASTER_PORT, from 1024 on, and the same MASTER_ADDR, the host of rank 0: the
         first in SLURM_JOB_NODELIST, in each run another one. A list such as gpu[3,7] is no host, and a variable that is
-        not exported does not reach the ranks.""", [{MASTER: "$SLURM_LAUNCH_NODE_IPADDR"},
-             "export MASTER_ADDR  ->  MASTER_ADDR", {MASTER: "$SLURM_JOB_NODELIST"}, {MASTER: "localhost"},
-             {TASK: f"MASTER_PORT=$RANDOM {TASK}"}]),
+        not exported does not reach the ranks.""", ["export MASTER_ADDR  ->  MASTER_ADDR",
+             {MASTER: "$SLURM_JOB_NODELIST"}, {MASTER: "localhost"}, {TASK: f"MASTER_PORT=$RANDOM {TASK}"}]),
     "requeued-done": ("""Only 75 says that the program was told to stop: keep the code of srun at once, and requeue this
-        job, SLURM_JOB_ID, once. A job that is requeued after 0 or after an error runs for ever. The script ends with
-        the code of srun, because Slurm shows it.""", [{ONLY_75: "if true"}, {"exit $code\n": "true\n"},
-             "code=$?  ->  date\ncode=$?", "srun bash  ->  set -e\nsrun bash", {ONLY_75: "if [ $code != 0 ]"}]),
+        job, SLURM_JOB_ID, once. The script ends with the code of srun, because Slurm shows it.""",
+            ["code=$?  ->  date\ncode=$?", "srun bash  ->  set -e\nsrun bash", {ONLY_75: "if [ $code != 0 ]"}]),
 }
 RIGHT["job_script"] = {
     "the shell passes the signal on": {

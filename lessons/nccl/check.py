@@ -216,28 +216,20 @@ def ring_rows(**edits: Any) -> dict[str, tuple]:
 
 MISTAKES["ring_reduce_scatter"] = ring_rows(
     hang=f"{STARTED}  ->  {ONE_BY_ONE.format('')}",
-    not_divisible=[".tensor_split(n)  ->  .split(len(x) // n)", ".tensor_split(n)  ->  .chunk(n)"],
-    ring=SORTED,
+    not_divisible=".tensor_split(n)  ->  .split(len(x) // n)", ring=SORTED,
 ) | {
     "unwaited": ("A rank returns while one of its own messages is still under way: not every request was waited for.",
             f"{STARTED}  ->  {STARTED}[1:]"),
     "wrong-chunk": ("""This is another chunk than that of this rank's place, which has to arrive there in the last step.
-        Which chunk is therefore sent first?""",
-            ["range(1, n)  ->  range(n - 1)",
-             {"range(1, n)": "range(n - 1)", "return chunks[place]": "return chunks[place - 1]"}]),
+        Which chunk is therefore sent first?""", "range(1, n)  ->  range(n - 1)"),
     "not-added": ("""The numbers of some ranks are missing. A chunk visits all N ranks in N-1 steps: what came in is
-        added once it has arrived, and what travels is the sum so far.""",
-            ["into += received  ->  into.copy_(received)",
-             "isend, chunks[(place + step) % n]  ->  isend, x.tensor_split(n)[(place + step) % n]"]),
+        added, and what travels is the sum so far.""", "into += received  ->  into.copy_(received)"),
 }
 MISTAKES["ring_all_gather"] = ring_rows(
     not_divisible=".tensor_split(n)  ->  .split(len(x) // n)", ring=SORTED,
     not_a_ring=[
         {"chunks = x.tensor_split(n)": "ring, place = ring[::-1], n - 1 - place\nchunks = x.tensor_split(n)[::-1]"},
         f"{STARTED}  ->  {ONE_BY_ONE.format('[:: 1 - place % 2 * 2]')}",
-        {"chunks = x": "whole = torch.empty_like(x)\nchunks = x", "isend, out": "isend, x",
-         "irecv, into": "irecv, whole",
-         "request.wait()": "request.wait()\ninto.copy_(whole.tensor_split(n)[(place + step + 1) % n])"},
     ],
     missing=["range(n - 1)  ->  range(1, n)", "out, into = chunks[(place + step) % n]  ->  out, into = chunks[place]"],
     added={"irecv, into": "irecv, received := torch.empty_like(into)", FINISHED: f"{WAITED}\ninto += received"},
@@ -251,7 +243,6 @@ MISTAKES["ring_all_gather"] = ring_rows(
 GATHER, RESULT = "ring_all_gather(flat, ring)", "flat.reshape(x.shape)"
 MISTAKES["ring_all_reduce"] = ring_rows(
     not_divisible={"x.clone().tensor_split(n)": "x.clone().split(len(x) // n)",
-                   "chunks = x.tensor_split(n)": "chunks = x.split(len(x) // n)",
                    "flat.tensor_split(len(ring))": "flat.split(len(flat) // len(ring))"},
     ring="flat = x  ->  ring = sorted(ring)\nflat = x",
     not_a_ring=f"flat = x  ->  {SUM_OF_ONE}flat = x",
@@ -262,10 +253,8 @@ MISTAKES["ring_all_reduce"] = ring_rows(
 COPY, LAST = "result = x.clone()", "into.copy_(into + received if step < n - 1 else received)"
 BOTH = "dist.batch_isend_irecv([receive, send])"
 MISTAKES["mended_ring_all_reduce"] = ring_rows(
-    not_divisible=["result.tensor_split(n)  ->  result.split(len(x) // n)",
-                   "result.tensor_split(n)  ->  result.chunk(n)"],
-    not_a_ring=[f"{BOTH}  ->  {ONE_BY_ONE.format('[:: 1 - rank % 2 * 2]')}",
-                f"{COPY}  ->  return ring_all_reduce(x, list(range(n)))\n{COPY}"],
+    not_divisible="result.tensor_split(n)  ->  result.split(len(x) // n)",
+    not_a_ring=f"{BOTH}  ->  {ONE_BY_ONE.format('[:: 1 - rank % 2 * 2]')}",
     not_gathered="range(2 * (n - 1))  ->  range(n - 1)", missing="out, into =  ->  step += step >= n - 1\nout, into =",
     added=f"{LAST}  ->  into += received",
 ) | {
@@ -333,31 +322,27 @@ DOWN = "dist.send(total, (rank + distance) % n)"
 CALLS, IF_CHILD = (GET, UP, ANSWER, DOWN), "if place + distance < n:\n            "
 
 MISTAKES["tree_all_reduce"] = {
-    "not-broadcast": ("""The root has the sum, and the second half sends it back down the tree, where it replaces what a
-        rank holds; it is not added to it.""", [{ANSWER: "return total", "while distance > 1:": "while False:"},
-             f"{ANSWER}  ->  {ANSWER.replace('total', 'received')}\ntotal += received"]),
-    "own-sent": ("""The numbers of some ranks are missing. A rank that has children passes on the sum of its whole
-        subtree, not only its own numbers.""", f"{UP}  ->  {UP.replace('total', 'x')}"),
+    "not-broadcast": ("The root has the sum; the second half sends it back down, where it replaces what a rank holds.",
+            f"{ANSWER}  ->  {ANSWER.replace('total', 'received')}\ntotal += received"),
+    "own-sent": ("The numbers of some ranks are missing: a rank passes on the sum of its whole subtree.",
+            f"{UP}  ->  {UP.replace('total', 'x')}"),
     "root": ("The partial sums have to meet at the root, whichever rank that is and however many there are.",
             "(rank - root) % n, x  ->  rank, x"),
-    "power-of-two": ("""It is right when N is a power of two. Otherwise some of the last ranks would have partners that
-        do not exist.""", {f"{IF_CHILD}{call}": f"if True:\n    {call}" for call in (GET, DOWN)}),
-    "hub": ("""One rank comes after another, up and down, which takes 2(N-1) steps. In a tree, pairs add at the same
-        time.""", [f"distance = 1  ->  ring = [root, *(r for r in range(n) if r != root)]\n{SUM_OF_ONE}distance = 1",
-             {"while distance < n and place % (2 * distance) == 0:": "while distance < 2:",
-              **{call: call.replace("distance", "1") for call in (UP, ANSWER)}}]),
-    "order": ("""The children of a rank come one after another: on the way up the smallest subtree first, on the way
-        down the largest. So those that come later may have more below them.""",
+    "power-of-two": ("Where N is no power of two, some of the last ranks would have partners that do not exist.",
+            {f"{IF_CHILD}{call}": f"if True:\n    {call}" for call in (GET, DOWN)}),
+    "hub": ("One rank comes after another, which takes 2(N-1) steps. In a tree, pairs add at the same time.",
+            f"distance = 1  ->  ring = [root, *(r for r in range(n) if r != root)]\n{SUM_OF_ONE}distance = 1"),
+    "order": ("The children of a rank come one after another: up the smallest subtree first, down the largest.",
             {"distance = 1": "distance, children = 1, []",
              f"{GET}\n            total += received": "children.append((rank + distance) % n)",
              "if place:": "for c in children[::-1]:\n    dist.recv(received, c)\n    total += received\nif place:"}),
-    "exchange": ("""Both sides of each pair send, which is recursive doubling. It takes half as many steps, but every
-        rank sends log2 N tensors. In a tree one side of a pair sends on the way up, the other on the way down.""",
+    "exchange": ("""Both sides of each pair send, which is recursive doubling: every rank sends log2 N tensors. In a
+        tree one side of a pair sends on the way up, the other on the way down.""",
             "distance = 1  ->  distance = 1\nwhile distance < n:\n    request = dist.isend(total, rank ^ distance)\n"
             "    dist.recv(received, rank ^ distance)\n    request.wait()\n    total = total + received\n"
             "    distance *= 2\nreturn total"),
-    "hang": ("""A rank waits for a message that nobody sends, or both sides of a pair send first. Follow one pair in the
-        report below: which of the two sends, and in which round?""", {f"{UP}\n        {ANSWER}": f"{ANSWER}\n{UP}"}),
+    "hang": ("A rank waits for a message that nobody sends, or both sides of a pair send first. Follow one pair.",
+            {f"{UP}\n        {ANSWER}": f"{ANSWER}\n{UP}"}),
 }
 RIGHT["tree_all_reduce"] = {
     "the tree in a mirror": {"(rank - root)": "(root - rank)"} | {
@@ -422,22 +407,15 @@ MISTAKES["hierarchical_all_reduce"] = {
             f"{COPY}  ->  return ring_all_reduce(x, inside)\n{COPY}"),
     "counted-twice": ("""Each number is counted several times: the second sum goes over ranks that already hold the
         first.""", f"{COPY}  ->  return ring_all_reduce(ring_all_reduce(x, inside), {CLUSTER})\n{COPY}"),
-    "shard-order": ("""The sums are right but in the wrong places. The chunk that a rank reduces, the one that it sums
-        between the nodes and the one that it gathers should all be number rank % per_node.""",
+    "shard-order": ("The sums are right but in the wrong places: a rank's chunk is always number rank % per_node.",
             {"[local].copy_": "[local - 1].copy_", "(result, inside)": "(result, inside[1:] + inside[:1])"}),
     "flat-ring": ("""This is one ring through all ranks. All of its bytes between the nodes pass through one port of
         each, and the other ports are idle.""", f"{COPY}  ->  return ring_all_reduce(x, {CLUSTER})\n{COPY}"),
-    "leaders": ("""Some ranks carry too much between the nodes, while the network ports of others may be idle. With g
-        ranks in a node, each carries 1/g of the tensor; node i holds the ranks i·g to i·g + g-1, and the heavy part has
-        to stay among them.""",
-            [f"{COPY}  ->  {COPY}\nif local:\n    dist.send(x, inside[0])\n    dist.recv(result, inside[0])\n"
-            "    return result\nfor other in inside[1:]:\n    received = torch.empty_like(x)\n"
-            "    dist.recv(received, other)\n    result += received\nresult = ring_all_reduce(result, across)\n"
-            "for other in inside[1:]:\n    dist.send(result, other)\nreturn result",
-             f"{COPY}  ->  return ring_all_reduce(ring_all_reduce(x, inside), across)\n{COPY}",
+    "leaders": ("""Some ranks carry too much between the nodes. With g ranks in a node, each carries 1/g of the tensor;
+        node i holds the ranks i·g to i·g + g-1, and the heavy part has to stay among them.""",
+            [f"{COPY}  ->  return ring_all_reduce(ring_all_reduce(x, inside), across)\n{COPY}",
              f"{COPY}  ->  inside, across, local, per_node = across, inside, node, nodes\n{COPY}"]),
-    "slow": ("""The bytes are right, but the emulation shows no gain over the flat ring. Do more messages follow one
-        another than 2(g-1) inside the node and 2(m-1) between the nodes?""",
+    "slow": ("The bytes are right, but the emulation shows no gain over the flat ring. Are there too many messages?",
             f"{COPY}  ->  if len(x) > 2**14:\n    parts = x.split(2**14)\n    return torch.cat("
             f"[hierarchical_all_reduce(part, nodes, per_node) for part in parts])\n{COPY}"),
 }
@@ -464,21 +442,20 @@ MISTAKES["pick_algorithm"] = UNITS | {
     "slowest": ("That is the slowest of the three.", "min(  ->  max("),
     "half": ("That is half of the time. Numbers have to come in, and the sums have to go out again.",
             {"latency_us * 1e-6": "latency_us * 0.5e-6", "8 / (": "4 / ("}),
-    "root-port": ("""Rank 0 receives N-1 tensors, one after another, which takes (N-1)·(α + βS), because latencies do
-        not overlap in this model; and it sends as many.""", ["root = 2 * (ranks - 1)  ->  root = 2",
-             "(ranks - 1) * (alpha + beta * size)  ->  alpha + 2 * (ranks - 1) * beta * size"]),
+    "root-port": ("Rank 0 receives N-1 tensors, one after another, each in α + βS; and it sends as many.",
+            "root = 2 * (ranks - 1)  ->  root = 2"),
     "whole-tensor": ("In a ring only S/N travels in each of the 2(N-1) steps.", "size / ranks  ->  size"),
     "no-latency": ("By bytes alone the ring always wins, but every step costs its latency as well.",
             "latency_us * 1e-6  ->  0.0"),
 }
 TREE_HALF = "The tree is climbed and then descended: that makes 2⌈log2 N⌉ steps, as the ring has 2(N-1)."
 MISTAKES["crossover_size"] = UNITS | {
-    "limit": ("""2·S is what each rank of a ring sends in the limit of very many ranks. With N ranks it is a little
-        less: how much?""", "(ranks - 1) / ranks  ->  1"),
+    "limit": ("2·S is what a rank sends in the limit of very many ranks. With N ranks it is a little less.",
+            "(ranks - 1) / ranks  ->  1"),
     "whole-tensor": ("In a ring only S/N travels in each step.", "(ranks - 1) / ranks  ->  (ranks - 1)"),
     "half-tree": (TREE_HALF, "math.ceil(math.log2(ranks))  ->  math.ceil(math.log2(ranks)) / 2"),
-    "upside-down": ("""The latency that the tree saves belongs in the numerator, the time per byte that it adds in the
-        denominator.""", "latencies_saved / bytes_added  ->  bytes_added / latencies_saved"),
+    "upside-down": ("The latency that the tree saves is divided by the time per byte that it adds.",
+            "latencies_saved / bytes_added  ->  bytes_added / latencies_saved"),
 }
 LOOP = "n, levels = 2 * n, levels + 1"
 MISTAKES["crossover_ranks"] = {
@@ -486,11 +463,9 @@ MISTAKES["crossover_ranks"] = {
     "last-ring": ("With that many ranks the ring is still at least as fast as the tree.",
             "return n  ->  return n // 2"),
     "any-number": ("The docstring asks for a power of two.",
-            [f"{LOOP}  ->  n, levels = n + 1, {levels}"
-             for levels in ("math.ceil(math.log2(n + 1))", "math.log2(n + 1)")]),
-    "same-steps": ("""That would hold if a step of the ring cost as much as one of the tree. But a step of the ring
-        carries S/N, one of the tree all of S; and 1 µs is 10⁻⁶ s.""",
-            ["byte / n  ->  byte", "/ (gigabits * 1e9) * size  ->  * 0"]),
+            f"{LOOP}  ->  n, levels = n + 1, math.ceil(math.log2(n + 1))"),
+    "same-steps": ("A step of the ring carries S/N, one of the tree all of S; and 1 µs is 10⁻⁶ s.",
+            "byte / n  ->  byte"),
     "half-tree": (TREE_HALF, "while levels  ->  while levels / 2"),
 }
 
