@@ -9,8 +9,6 @@ from course_utils.check.runs import Exercise
 
 from .clinic import Clinic, Patient
 
-__all__ = ["treat", "ward"]
-
 
 def treat(exercise: Exercise, patient: Patient, cure: dict[str, Any]) -> None:
     """Try a cure on a patient whose cause is known; refuse one that cannot be applied, or does not heal."""

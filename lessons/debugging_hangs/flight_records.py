@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["record", "save"]
-
 
 def record() -> dict[str, Any]:
     """On a rank: its flight record as PyTorch writes it, and its rank; RuntimeError if nothing was recorded.

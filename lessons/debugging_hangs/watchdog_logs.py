@@ -11,8 +11,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["Waiting", "conclusion", "read"]
-
 _TIMEOUT = re.compile(
     r"\[Rank (\d+)\] Watchdog caught collective operation timeout: "
     r"WorkNCCL\(SeqNum=(\d+), OpType=(\w+)(?:, NumelIn=(\d+), NumelOut=(\d+))?"

@@ -13,37 +13,24 @@ from PIL import Image
 
 from .ffcv.by_hand import FIELD, HEADER, RAW, TYPES, write_beton
 
-__all__ = ["CUSTOM", "FLOAT", "IMAGE", "INT", "PAGE", "CountedFile", "beton", "own_file", "pictures", "row_type"]
-
 FLOAT, INT, IMAGE, CUSTOM = 0, 1, 2, 255  # types of fields
 PAGE = 1 << 21  # the smallest that FFCV writes
 
 
-class CountedFile(io.RawIOBase):
+class CountedFile(io.BytesIO):
     """Bytes as a file without a descriptor; ``count`` is how many have been read."""
 
-    def __init__(self, content: bytes) -> None:
-        self._bytes, self.count = io.BytesIO(content), 0
+    count = 0
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        return self._bytes.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._bytes.tell()
+    def read(self, size: int | None = -1) -> bytes:
+        data = super().read(size)
+        self.count += len(data)
+        return data
 
     def readinto(self, buffer: Any) -> int:
-        size = self._bytes.readinto(buffer)
+        size = super().readinto(buffer)
         self.count += size
         return size
-
-    def fileno(self) -> int:
-        raise io.UnsupportedOperation("this file counts its bytes in Python: use its read, seek and tell")
 
 
 def row_type(kinds: Sequence[int]) -> np.dtype:

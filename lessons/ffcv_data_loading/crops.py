@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import random
 
-__all__ = ["crop_box"]
-
 
 def crop_box(width: int, height: int) -> tuple[int, int, int, int]:
     """Draw a part of an image, (left, top, right, bottom), as torchvision's RandomResizedCrop does.

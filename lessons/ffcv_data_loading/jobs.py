@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["HIDDEN", "JOBS", "PLANS", "STAGES", "Job"]
-
 STAGES = ("read", "decode", "augment", "copy", "step")
 
 

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["bars", "best_workers", "compile_seconds", "core_times", "gain", "rates"]
-
 FILE = Path(__file__).resolve().parents[2] / "docs" / "loading.json"
 
 

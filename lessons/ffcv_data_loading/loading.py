@@ -13,12 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from .crops import crop_box
-
-__all__ = [
-    "SlowReads", "SlowStore", "Speed", "convnet", "core_ms", "costs_of_parts", "crop_box", "emulated_step",
-    "image_loss", "measure", "processes", "training_step",
-]
+from .crops import crop_box as crop_box
 
 
 class Speed(NamedTuple):

@@ -9,11 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-__all__ = [
-    "bytes_from_disk", "drop_from_cache", "hit_rate", "in_memory", "in_memory_of", "own_memory",
-    "pages_held", "quasi_random", "share_from_memory",
-]
-
 
 def quasi_random(page_of: np.ndarray, window: int, rng: np.random.Generator) -> np.ndarray:
     """Samples in an order that keeps `window` pages open at most: int (n,).

@@ -20,8 +20,6 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["HOSTS", "JOB", "TASKS", "Directives", "Run", "directives", "with_stand_ins"]
-
 HOSTS, ADDRESSES = ("gpu3", "gpu7"), ("10.0.0.3", "10.0.0.7")
 JOB, TASKS = "4711", 2  # the job's number, tasks on each host
 PATIENCE = 8.0  # seconds in which a script that was told to stop does nothing

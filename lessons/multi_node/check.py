@@ -34,11 +34,8 @@ from lessons.debugging_hangs.clinic_check import treat
 from . import answers, restarts
 from .clinic import network
 from .hosts import hosts_available
-from .restarts import job_script, train
-
-__all__ = [
-    "MISTAKES", "RIGHT", "checkpoint_plan", "diagnoses_and_cures", "hierarchical_mean", "job_script", "join", "train",
-]
+from .restarts import job_script as job_script
+from .restarts import train as train
 
 MISTAKES: dict[str, dict[str, tuple]] = dict(restarts.MISTAKES)
 RIGHT: dict[str, dict[str, Any]] = dict(restarts.RIGHT)

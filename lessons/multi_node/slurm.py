@@ -19,8 +19,6 @@ import tempfile
 import time
 from collections.abc import Mapping
 
-__all__ = ["PROGRAMS", "SlurmCluster", "available", "missing"]
-
 #: Programs that a cluster is made of, and the Debian and Ubuntu packages that bring them.
 PROGRAMS = {
     "ip": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "munged": "munge",

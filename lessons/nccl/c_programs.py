@@ -11,11 +11,6 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = [
-    "NATIVE", "MissingToolError", "Toolkit", "build", "build_stand_ins", "command", "excerpt", "find_compiler",
-    "find_nccl", "run", "run_on_stand_ins", "show", "shown_command", "toolkit_or_none",
-]
-
 NATIVE = Path(__file__).resolve().parents[2] / "native"
 _SHARED = ("-shared", "-fPIC", "-Wl,-Bsymbolic")
 _WARNINGS = ("-std=c11", "-O2", "-Wall", "-Wextra", "-Werror")

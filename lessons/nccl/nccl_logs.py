@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["BEGINNING", "CONNECTIONS", "LOGS", "network", "ring_order", "table", "transports"]
-
 _HOP = re.compile(r"Channel (\d+)(?:/\d+)? : (\d+)\[\w+\] -> (\d+)\[\w+\] (?:\[\w+\] )?via (\S+)")
 _PLACE = re.compile(r"Ring (\d+) : (\d+) -> (\d+) -> (\d+)")
 

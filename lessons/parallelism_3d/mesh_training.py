@@ -17,11 +17,6 @@ from course_utils.models import SeparateQKVAttention, build_gpt
 from course_utils.ranks import Ledger, device, share
 from course_utils.transformer import TransformerConfig
 
-__all__ = [
-    "DIMENSIONS", "MeshRun", "Stage", "crossing", "expected_bytes", "largest_difference", "one_process",
-    "same_as_one_process", "sent_by_dimension", "tensor_plan", "train",
-]
-
 share(  # what each rank would import for itself
     "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",

@@ -27,8 +27,6 @@ from course_utils.traces import Trace, load
 
 from . import answers
 
-__all__ = ["ROWS", "STEPS", "observed", "per_step", "record_run", "speed_ratio", "wide_net"]
-
 STEPS = 6
 ROWS = (48, 48, 16, 16)  # of the four texts
 WIDTH = 32

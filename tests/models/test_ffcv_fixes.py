@@ -34,7 +34,7 @@ ENDS = {  # what FFCV waits for ever in, or (the last two) reads wrongly: the er
         "RuntimeError: writing failed .*process pool was terminated abruptly",
     "disk_full()": "RuntimeError: writing failed .*File too large",
     "list(loader([DECODE(), Own(does_not_compile), ToTensor()]))":
-        "RuntimeError: FFCV failed in Own: TypingError.*there_is_no_such_thing",
+        "RuntimeError: FFCV failed in the pipeline: TypingError.*there_is_no_such_thing",
 
     "loader([DECODE(), ToTensor(), ToTorchImage(), NORMALISE])":
         "ValueError: NormalizeImage works on NumPy arrays: put it before ToTensor",

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-__all__ = ["LIMIT", "Case", "Cause", "Detail", "Evidence", "Finding", "Symptom", "Table", "Verdict"]
-
 LIMIT = 15.0  # seconds that a run may take
 _WIDTH = 100  # characters of a line of text
 

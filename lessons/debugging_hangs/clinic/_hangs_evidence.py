@@ -11,8 +11,6 @@ from ._cases import Case, Evidence, Finding, Symptom
 from ._hangs_lines import SAME_WAY
 from ._hangs_runs import Trace, absent, compared, stopped, traced
 
-__all__ = ["EVIDENCE", "source_of"]
-
 
 def source_of(case: Case) -> tuple[str, str, int]:
     """Source, name and number of ranks of a patient's program."""

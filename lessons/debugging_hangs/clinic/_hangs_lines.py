@@ -8,8 +8,6 @@ import linecache
 import sys
 from typing import Any
 
-__all__ = ["SAME_WAY", "Way"]
-
 _MOST = 2000  # lines that are kept
 SAME_WAY = "nothing: all ranks run the same lines"
 

@@ -5,10 +5,6 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-__all__ = ["average_metric", "drop_layers", "exchange_halos", "generate", "load_in_subgroup", "log_on_host",
-           "pass_back", "save_best", "save_sharded", "skip_when_full", "start_again", "step_once", "sum_by_groups",
-           "train_experts", "train_on_shards"]
-
 
 def save_best():
     rank, ranks = dist.get_rank(), dist.get_world_size()

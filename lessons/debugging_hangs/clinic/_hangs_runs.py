@@ -25,8 +25,6 @@ from course_utils.ranks import HangError, MismatchError, Watch, WorkerError, run
 from ._cases import Symptom
 from ._hangs_lines import Way
 
-__all__ = ["FILE", "Trace", "absent", "compared", "function_of", "run_program", "stopped", "traced"]
-
 FILE = "patient.py"  # under which a program stands in stacks
 _WAIT = 2.0  # seconds that PyTorch waits for other ranks where its own message is asked for
 _TELL = 0.05  # seconds between two times at which a rank leaves what it knows

@@ -8,8 +8,6 @@ from typing import Any
 
 from ._cases import Case, Cause, Evidence, Finding, Symptom, Table, Verdict
 
-__all__ = ["Clinic", "Patient"]
-
 
 def _known(what: str, name: Any, allowed: Mapping[str, Any]) -> str:
     if not isinstance(name, str) or name not in allowed:

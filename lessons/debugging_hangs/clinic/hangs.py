@@ -17,8 +17,6 @@ from ._hangs_lines import SAME_WAY
 from ._hangs_runs import run_program
 from ._wards import Clinic
 
-__all__ = ["CASES", "CAUSES", "case", "clinic", "who_names_it"]
-
 share("torch._dynamo")  # what DDP imports when it is made: not anew on each rank
 
 _OTHER_CALL = {"kind": "another call", "detail": "a mismatch", "record": "different"}

@@ -12,8 +12,6 @@ from ._cases import Case, Cause, Evidence, Finding, Symptom
 from ._hangs_lines import SAME_WAY
 from ._wards import Clinic
 
-__all__ = ["CASES", "CAUSES", "EVIDENCE", "clinic"]
-
 
 def drop_late():
     clock = torch.tensor(9.9995 + 0.001 * dist.get_rank())  # of this rank; two clocks never quite agree

@@ -11,8 +11,6 @@ import torch
 from PIL import Image
 from torch.utils.data import DistributedSampler
 
-__all__ = ["FIELD", "HEADER", "IMAGE", "JPEG", "MODES", "PIECE", "RAW", "TYPES", "Beton", "PlainLoader", "write_beton"]
-
 HEADER = np.dtype([("version", "<u2"), ("fields", "<u2"), ("page", "<u4"), ("samples", "<u8"), ("table", "<u8")])
 FIELD = np.dtype([("type", "u1"), ("name", "S16"), ("arguments", "V1024")])
 IMAGE = np.dtype([("mode", "u1"), ("width", "<u2"), ("height", "<u2"), ("pointer", "<u8")])

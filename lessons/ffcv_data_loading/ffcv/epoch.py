@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import queue
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 
 running: weakref.WeakSet = weakref.WeakSet()  # threads
@@ -53,8 +52,7 @@ class Batches(queue.Queue):
         if self.last is None:
             return None
         error = self.last.error
-        where = getattr(error, "ffcv_operation", "the pipeline")
-        raise RuntimeError(f"FFCV failed in {where}: {type(error).__name__}: {error}") from error
+        raise RuntimeError(f"FFCV failed in the pipeline: {type(error).__name__}: {error}") from error
 
 
 class Epoch:
@@ -73,14 +71,3 @@ class Epoch:
         self.thread.close()
 
     __del__ = close
-
-
-def named(function: Callable, operation: str) -> Callable:
-    def call(*arguments):
-        try:
-            return function(*arguments)
-        except Exception as error:
-            error.ffcv_operation = operation
-            raise
-
-    return call

@@ -22,8 +22,6 @@ from typing import NamedTuple
 
 from . import compile_cache, epoch, user_cache, writer
 
-__all__ = ["FIXES", "Fix", "apply_fixes", "missing"]
-
 HOW_TO_INSTALL = "In the course's folder: make ffcv"
 
 
@@ -123,8 +121,8 @@ def _error_in_the_pipeline() -> None:
 
     It happens with any operation that Numba cannot compile or that fails on a batch. A loop that is left by ``break``
     leaves the thread behind with its buffers, a second ``next`` after the end waits for ever, and at the end of Python
-    the thread can die in the middle of compiled code. Now an error is raised in the loop and names the operation, the
-    thread ends with the loop, and the end stays the end.
+    the thread can die in the middle of compiled code. Now an error is raised in the loop, the thread ends with it,
+    and the end stays the end.
     """
     from ffcv.loader.epoch_iterator import EpochIterator
     from ffcv.loader.loader import Loader
@@ -173,7 +171,7 @@ def _operations_out_of_order() -> None:
         getattr(transforms, name)
         for name in ("ToDevice", "ToTorchImage", "Convert", "Squeeze", "MixupToOneHot", "ModuleWrapper")
     )
-    group, generate = Graph.group_operations, Graph.codegen_all
+    group = Graph.group_operations
 
     def check_and_group(self: Graph) -> list:
         for node in self.nodes:
@@ -185,17 +183,7 @@ def _operations_out_of_order() -> None:
                     raise ValueError(f"{name} works on NumPy arrays: put it before ToTensor() in the pipeline")
         return group(self)
 
-    def generate_and_name(self: Graph, code: dict) -> tuple:
-        stages, outputs = generate(self, code)
-        for stage, _ in stages:
-            for name, function in list(stage.__globals__.items()):
-                if name.startswith("code_") and callable(function):
-                    node = self.id_to_node[int(name[5:])]
-                    operation = node.operation if isinstance(node, TransformNode) else node.decoder
-                    stage.__globals__[name] = epoch.named(function, type(operation).__name__)
-        return stages, outputs
-
-    Graph.group_operations, Graph.codegen_all = check_and_group, generate_and_name
+    Graph.group_operations = check_and_group
 
 
 @_fix

@@ -26,8 +26,6 @@ from torch.utils.data import Dataset
 
 from . import user_cache
 
-__all__ = ["ImageFolder", "image_folder", "make_image"]
-
 CLASSES = 10
 QUALITY = 90  # of the JPEG files
 _VERSION = 1  # of the images: what is in a user's cache is made again when it changes

@@ -12,8 +12,6 @@ from lessons.multi_node.hosts import Conditions
 
 from ._network_runs import HOSTS, Work
 
-__all__ = ["CURES", "check_cure", "cured"]
-
 CURES = {
     "environment": "variables of the environment on both hosts, such as {'NAME': 'value'}; None removes one",
     "hosts_file": "entries of /etc/hosts on both hosts, such as {'node7': '10.0.0.8'}, in place of those for the name",

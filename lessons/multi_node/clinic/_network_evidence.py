@@ -19,8 +19,6 @@ from lessons.debugging_hangs.clinic._cases import Case, Evidence, Finding, Sympt
 from ._network_programs import import_first
 from ._network_runs import Work, called, folders, launched, readable, set_variables
 
-__all__ = ["EVIDENCE"]
-
 _OTHER_PORT = 41234  # as good as any that gloo could choose
 
 

@@ -10,8 +10,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-__all__ = ["import_first", "meet_as_torchrun", "save_and_resume", "train"]
-
 _IMPORTS = {
     "meet_as_torchrun": ["torch.distributed.elastic.rendezvous.registry"],
     "save_and_resume": ["torch.distributed.checkpoint", "torch.distributed.tensor"],

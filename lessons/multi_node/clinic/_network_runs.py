@@ -20,8 +20,6 @@ from lessons.multi_node.hosts import Conditions
 
 from ._network_programs import import_first
 
-__all__ = ["HOSTS", "Work", "called", "folders", "launched", "readable", "run_program", "set_variables"]
-
 HOSTS = 2  # with one rank each
 _PATIENCE = 2.5  # seconds that a rank which has failed waits for what the others say
 _START = 20.0  # seconds that ranks wait for each other before they begin

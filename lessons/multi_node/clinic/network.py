@@ -17,8 +17,6 @@ from ._network_evidence import EVIDENCE
 from ._network_programs import meet_as_torchrun, save_and_resume, train
 from ._network_runs import HOSTS, Work, run_program
 
-__all__ = ["CASES", "CAUSES", "clinic"]
-
 # What a patient and scripts/train.py import, and what their optimizers do: not on each of their ranks.
 share("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp")
 

@@ -23,8 +23,6 @@ from .network import Hosts, HostsError
 from .plan import INTERFACE, Plan, divide
 from .transcript import Transcript, clean, label, load, store
 
-__all__ = ["run_on_hosts"]
-
 #: What ``run_on_hosts(when=…)`` may do to a host, and how the transcript says that it was done.
 ACTIONS = {
     "kill": "killed: SIGKILL to all its processes", "terminate": "terminated: SIGTERM to what its command runs",

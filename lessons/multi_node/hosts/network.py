@@ -16,8 +16,6 @@ from typing import Any
 from . import namespaces
 from .plan import INTERFACE, Conditions, Plan
 
-__all__ = ["Hosts", "HostsError", "program"]
-
 _BURST = 0.005  # seconds of its rate that a link that was idle may send at once
 _SMALLEST_BURST = 10_000  # bytes
 _SLOWER = 3  # times, if a link is slow

@@ -9,8 +9,6 @@ from typing import Any
 
 from course_utils.ranks import errors
 
-__all__ = ["FAULTS", "INTERFACE", "PORT", "Conditions", "Plan", "conditions_of", "divide"]
-
 INTERFACE = "eth0"
 PORT = 29500  # of the store; in a network of their own it is always free
 _MAX_HOSTS = 16

@@ -18,8 +18,6 @@ from course_utils.ranks.processes import Worker
 from .network import Hosts, HostsError
 from .plan import PORT
 
-__all__ = ["HostPool", "current", "launched", "side_by_side"]
-
 T = TypeVar("T")
 
 #: The native stacks that PyTorch prints below its errors of connections: twenty lines, all of them from its inside.

@@ -17,9 +17,6 @@ from course_utils.ranks import errors
 from .network import Hosts, HostsError, program
 from .plan import Plan
 
-__all__ = ["HostResults", "as_possible", "hosts_available"]
-
-
 _made: set[bool] = set()  # the trial, once it has succeeded
 _said: set[str] = set()  # why there are no hosts, once it has been printed
 

@@ -8,8 +8,6 @@ from importlib.metadata import version
 
 from course_utils import recordings
 
-__all__ = ["Finished", "Transcript", "clean", "label", "load", "store"]
-
 _SHOWN, _BEGINNING, _WIDTH = 60, 24, 118  # lines and characters that a notebook shows
 
 # PyTorch's marks of time and process: "W0101 12:00:00.000000 77 torch/…]", "[W101 12:00:00.0 …]", "2026-01-01_12:00:00"
