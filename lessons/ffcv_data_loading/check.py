@@ -546,14 +546,8 @@ MISTAKES["imagenet_epoch"] = {
 }
 
 
-def by_the_seconds(images, gigabytes, memory, disk, cpu, gpu):
-    seconds = np.array([gigabytes / disk, images / cpu, images / gpu])
-    later = seconds * [memory < gigabytes, 1, 1]
-    return [seconds.max(), later.max(), ("disk", "cpu", "gpu")[later.argmax()]]
-
-
 RIGHT["imagenet_epoch"] = {
-    "by the seconds": by_the_seconds,
+    "by the seconds": f"{LATER_SECONDS}  ->  max(images / rate for rate in later.values())",
     "the slowest is the first of the sorted ones": f"{SLOWEST}  ->  sorted(later, key=later.get)[0]",
 }
 imagenet_epoch = paper(

@@ -25,11 +25,7 @@ Pieces = list[tuple[int, int]]  # start and size of neighbours of one label
 
 
 def file_layout(segments: Sequence[tuple[str, int, int]], title: str) -> Figure:
-    """Draw a file (label, start, size), to scale, and below it, enlarged, its first parts, which are too small to see.
-
-    Segments of one label have one colour; the label is written into the segment where there is room, else above the
-    row. What no segment covers is left white.
-    """
+    """Draw a file (label, start, size), to scale, and below it, enlarged, its first parts, too small to see."""
     blocks = [(label, [(int(start), int(size)) for _, start, size in group])
               for label, group in groupby(segments, lambda segment: segment[0])]
     whole = sum(blocks[-1][1][-1])

@@ -11,10 +11,8 @@ STAGES = ("read", "decode", "augment", "copy", "step")
 class Job:
     """A training job on a clock of its own, which no other work on this machine disturbs.
 
-    A batch is read, decoded and augmented by ``threads`` threads that share its images, copied, and used in a step. In
-    the background a disk, the threads and a copier work on up to three batches ahead of the step; in the foreground
-    everything waits for everything. In the first batch ``compile_seconds`` are added to the augmentation. How long the
-    stages take is no attribute: it has to be measured.
+    A batch is read, decoded and augmented by ``threads`` threads that share its images, copied, and used in a step; in
+    the background up to three batches ahead. In the first batch ``compile_seconds`` are added to the augmentation.
     """
 
     def __init__(

@@ -79,10 +79,7 @@ def core_ms(function: Callable[[Any], object], items: Sequence) -> float:
 def costs_of_parts(
     parts: Mapping[str, Callable[[Any], object]], samples: Sequence, batch: int = 64
 ) -> dict[str, float]:
-    """Seconds of a core that a sample takes in each part of a pipeline, in the faster of two rounds.
-
-    Each part is called with what the part before it has returned, the last one with a whole batch.
-    """
+    """Seconds of a core that a sample takes in each part of a pipeline, of which the last one gets a whole batch."""
     *single, whole = parts
     found = []
     for _ in range(3):  # the first fills the page cache

@@ -177,10 +177,8 @@ class Run:
 
 
 def with_stand_ins(script: str, program: str, case: str, options: Directives) -> Run:
-    """Run a script once: its tasks end by themselves (``done``), fail (``fails``), or wait until they are ``told``.
-
-    ``program`` is what stands in ``script`` for the program of the job.
-    """
+    """Run a script, in place of its ``program`` tasks that are ``done`` at once, of which one ``fails``, or that wait
+    until they are ``told``."""
     with tempfile.TemporaryDirectory(prefix="job-") as name:
         folder = Path(name)
         for command, text in (("srun", _SRUN), ("scontrol", _SCONTROL), ("scancel", _SCANCEL), ("hostname", _HOSTNAME)):

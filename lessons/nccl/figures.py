@@ -225,11 +225,8 @@ def switch_adds(n: int, piece: int) -> Figure:
 def predicted_against_recorded(
     table: Table, predicted: Mapping[str, Sequence[float]], choices: Sequence[str]
 ) -> Figure:
-    """Draw recorded and predicted time and bus bandwidth, and the error of the time, over the sizes of the table.
-
-    The last model is drawn strongest; `choices` are what the library is predicted to choose at each size, written
-    where it changes.
-    """
+    """Draw recorded and predicted time and bus bandwidth, and the error of the time, over the sizes of the table, with
+    what the library is predicted to choose."""
     sizes = list(table.sizes)
     rates = {name: [busbw(table.op, table.ranks, s, t) / 1e9 for s, t in zip(sizes, seconds, strict=True)]
              for name, seconds in predicted.items()}

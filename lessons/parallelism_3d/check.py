@@ -100,16 +100,11 @@ MISTAKES["mesh_groups"] = {
 }
 
 
-def mesh_of_numpy(sizes):
-    mesh = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
-    lines = {name: np.moveaxis(mesh, at, -1).reshape(-1, size) for at, (name, size) in enumerate(sizes.items())}
-    return {name: [list(line) for line in some] for name, some in lines.items()}
-
-
 RIGHT["mesh_groups"] = {
     "tuples in another order": "return groups  ->  "
         "return {name: tuple(map(tuple, lines[::-1])) for name, lines in groups.items()}",
-    "whole numbers of NumPy": mesh_of_numpy,
+    "whole numbers of NumPy": "return groups  ->  import numpy as np\n\n"
+        "return {name: [list(np.array(line)) for line in lines] for name, lines in groups.items()}",
 }
 
 # --- exercise 2: on paper
@@ -139,20 +134,9 @@ MISTAKES["traffic"] = {
 }
 
 
-def a_whole_step_at_once(layers, hidden, length, parameters, tp, pp, dp, batch, microbatch):
-    """Counts the tokens of a replica, and no micro-batches but for the bubble."""
-    tokens, slots = batch / dp * length, batch // (dp * microbatch) + pp - 1
-    ring = 4 * (1 - 1 / np.array([tp, dp]))  # bytes per element
-    through = 4 * tokens * hidden * (pp > 1)
-    return np.array([
-        100 - 100 * (slots - pp + 1) / slots, 4e-9 * layers / pp * ring[0] * tokens * hidden, through / 1e9,
-        ring[1] * parameters / tp / pp / 1e9,
-    ])
-
-
 RIGHT["traffic"] = {
     "a list": {SENT: "*(x * 1e-9 for x in (tensor, pipeline, data))]", "return 100": "return [100"},
-    "NumPy": a_whole_step_at_once,
+    "rings in another form": {"2 * (tp - 1) / tp": "2 * (1 - 1 / tp)", "2 * (dp - 1) / dp": "(2 - 2 / dp)"},
 }
 
 traffic = paper(
@@ -226,19 +210,9 @@ MISTAKES["node_order"] = {
 }
 
 
-def order_by_rolling(sizes, gigabytes, gpus_per_node):
-    """The mesh of nodes, and the same rolled along each dimension; a list."""
-
-    def cost(order):
-        nodes = np.arange(math.prod(sizes.values())).reshape([sizes[name] for name in order]) // gpus_per_node
-        return sum(gigabytes[name] * int((nodes != np.roll(nodes, -1, at)).sum()) for at, name in enumerate(order))
-
-    return sorted(map(list, itertools.permutations(sizes)), key=cost)[0]
-
-
 RIGHT["node_order"] = {
     "the last of the best": f"{BEST}  ->  min(list(itertools.permutations(sizes))[::-1], key=between_nodes)",
-    "by rolling": order_by_rolling,
+    "a list, sorted": f"{BEST}  ->  list(sorted(itertools.permutations(sizes), key=between_nodes)[0])",
 }
 
 # --- exercise 4: hybrid training

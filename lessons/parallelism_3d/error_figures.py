@@ -23,10 +23,7 @@ _GOAL, _FURTHEST = 15, 60  # percent
 
 
 def errors_by_family(rows: Sequence[Tried], title: str) -> Figure:
-    """Draw the errors of published runs, a lane for each family, with their median size, bias, and what the best
-    constant guess reaches. Fitted runs are hollow and not in medians; the grey band is 15 %; errors beyond 60 % are
-    triangles there.
-    """
+    """Draw the errors of published runs by family; fitted ones are hollow, and those beyond 60 % triangles."""
     lanes = {name: sorted((row for row in rows if row.family == family), key=lambda row: row.error)
              for family, name in _FAMILIES.items()}
     lanes = {name: own for name, own in lanes.items() if own}

@@ -139,11 +139,7 @@ def _render(
 
 
 def mesh_explorer() -> Explorer:
-    """See which ranks share a group in up to four dimensions, over which links, and what a step sends over each.
-
-    Groups are those of `planner.mesh_groups`, which numbers ranks as torch's ``init_device_mesh`` does: the last
-    dimension of the order fastest. A mesh that cannot be is refused.
-    """
+    """See which ranks share a group in up to four dimensions, over which links, and what a step sends over each."""
     degrees = {name: integer(name, n) for name, n in zip(_DIMENSIONS, (8, 1, 4, 8), strict=True)}
     order, per_node = choice("order", _orders(), ("pp", "dp", "cp", "tp"), 260), integer("GPUs in a node", 8)
     rank = steps("rank", 77, 0, 255, 480)

@@ -49,9 +49,8 @@ def search_picture(
 ) -> Figure:
     """Draw the legal layouts that a search has found, fastest first: memory of the fullest GPU against time of a step.
 
-    The tensor-parallel degree has colour and marker. Named are the `best` first plans and, for each layout in `marked`,
-    the plan of it, else the first of the same degrees. Plans that take more than `slowest` times the time of the
-    fastest are counted, not drawn. `limit` is the memory of a GPU in bytes.
+    Named are the `best` first plans and those of the layouts in `marked`. Plans that take more than `slowest` times the
+    time of the fastest are counted, not drawn. `limit` is the memory of a GPU in bytes.
     """
     chosen = _chosen(plans, marked, best)
     top = max([slowest * plans[0].seconds, *(1.05 * plan.seconds for plan in chosen.values())])

@@ -45,10 +45,8 @@ def mesh_grid(
 ) -> Figure:
     """Draw the ranks of a mesh in panels, nodes framed, with the groups of one rank in the colours of their dimensions.
 
-    The last dimension runs along rows, the one before down columns, the others from panel to panel. Ranks are numbered
-    as by ``init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))``: the last dimension fastest.
-    Below the panels stand the ranks of each coloured group, and over how many nodes they lie; with `names_only` only
-    the dimensions in their colours.
+    The last dimension runs along rows, the one before down columns, the others from panel to panel. Below stand the
+    ranks of each coloured group, and over how many nodes they lie; with `names_only` only the dimensions.
     """
     found = mesh_groups(sizes)
     names = [name for name, size in sizes.items() if size > 1]
@@ -99,10 +97,7 @@ def _kept(count: int, at: int, most: int) -> list[int | None]:
 
 
 def _corners(kept: Sequence[Sequence[int | None]]) -> tuple[list[tuple[tuple, Place]], float, float]:
-    """Return the place of the first cell of each panel, and the width and height of all in cells.
-
-    A panel is known by its numbers in the outer two dimensions; without the outermost they wrap, evenly.
-    """
+    """Return the place of the first cell of each panel, by its outer two numbers, and the size of all in cells."""
     outer, inner, rows, columns = kept
     if len(outer) == 1:
         lines = -(-len(inner) // max(1, int((_WIDE + _GAP) // (len(columns) + _GAP))))

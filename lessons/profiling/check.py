@@ -56,10 +56,7 @@ def drawn_ranks(n: int, seed: int, skew: float = 0) -> list[Trace]:
 
 
 def recorded_pair() -> list[Trace]:
-    """A recorded rank, and a copy on another clock that starts each second all-reduce earlier and the others later.
-
-    A start moves at most to the middle of the gap before the all-reduce, or of the all-reduce: their order stays.
-    """
+    """A recorded rank, and a copy on another clock that starts its all-reduces earlier and later in turn, in order."""
     one, copy, before, calls = load("tiny_all_reduces")[0].of_steps([2]), [], 0.0, 0
     for each in one.events:
         moved = each.start

@@ -272,10 +272,7 @@ def clinic(
 
 
 def who_names_it(opened: Clinic) -> Table:
-    """Which evidence tells the fault of each patient from no fault: computed by asking for all of it.
-
-    Asking costs its price, so open a clinic for it. Evidence that a patient has been asked for is not obtained anew.
-    """
+    """Which evidence tells each patient's fault from no fault, by asking for all, which costs: open a clinic for it."""
     rows = []
     for patient in opened:
         asked = ("stacks", "verify", "monitored barrier", "flight record", "fingerprint", "detail")

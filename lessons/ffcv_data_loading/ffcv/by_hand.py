@@ -136,11 +136,7 @@ def write_beton(
 
 
 class PlainLoader:
-    """On a rank: its share of a file's samples, shuffled anew in each epoch, without FFCV.
-
-    It stands in for FFCV's Loader with ``distributed=True`` where there is none: batches (images, label), the images
-    uint8 (B, 3, size, size), cut from the corner.
-    """
+    """In place of FFCV's Loader on a rank: batches of its share of a file, images uint8 (B, 3, size, size)."""
 
     def __init__(self, path: str | os.PathLike, size: int, seed: int, batch: int = 64) -> None:
         self.file, self.size, self.batch, self.next_epoch = Beton(path), size, batch, 0

@@ -72,11 +72,7 @@ def apply_fixes() -> None:
 
 
 def _import() -> None:
-    """Import FFCV with a plain dictionary where it has a compiled one.
-
-    ``ffcv.fields.rgb_image`` keeps the numbers of two image modes in a ``numba.typed.Dict``, whose methods are
-    compiled at each import (4 s), and reads it from Python only.
-    """
+    """Import FFCV with a plain dictionary where it has a compiled one, which takes 4 s and is read from Python only."""
     import numba
     import numba.typed
 

@@ -106,10 +106,7 @@ class ImageFolder(Dataset):
         return self._sheet([i * len(self) // 8 for i in range(8)], 110, 88, 8).quantize(128)
 
     def large_photograph(self, number: int) -> bytes:
-        """A JPEG file of 1200 x 960 pixels: 16 images side by side, so each part has as much detail as they have.
-
-        The sixteen are spread over the set, and others for each `number`.
-        """
+        """A JPEG file of 1200 x 960 pixels: 16 images side by side, others for each `number`."""
         stream, spread = io.BytesIO(), [7 * place for place in range(16 * number, 16 * number + 16)]
         self._sheet(spread, 300, 240, 4).save(stream, "JPEG", quality=QUALITY)
         return stream.getvalue()

@@ -50,11 +50,7 @@ def _trial() -> str:
 
 
 def hosts_available() -> tuple[bool, str]:
-    """Whether ``launch(hosts=…)`` emulates hosts on this machine, and a sentence that says so, or what is missing and
-    the way out.
-
-    It is found by making two hosts; that it works is remembered.
-    """
+    """Whether hosts are emulated on this machine, found by making two, and a sentence: that, or what is missing."""
     reason = _trial()
     return not reason, reason or "several hosts are emulated by Linux network namespaces; their link has a rate"
 
@@ -77,11 +73,8 @@ def as_possible(wanted: Plan) -> Plan:
 
 
 class HostResults(list):
-    """What ``launch(hosts=…)`` returns: the results by rank.
-
-    Its attribute ``left_host`` has the bytes that left each host over its interface in the whole call, with headers;
-    None where hosts are not emulated. Making the default process group is not counted, unless a program makes its own.
-    """
+    """What ``launch(hosts=…)`` returns: the results by rank, and in ``left_host`` the bytes that left each host over
+    its interface, with headers but without making the default process group; None where hosts are not emulated."""
 
     def __init__(self, results: list, left_host: list[int] | None):
         super().__init__(results)

@@ -48,10 +48,7 @@ def emulated_seconds(
 
 
 def slow_motion(all_reduces: Mapping[str, AllReduce], topology, size: int, slowdown: float) -> None:
-    """Run each all-reduce, let its time pass so slowly that it can be felt, and print it: emulated, and as waited for.
-
-    One emulated second lasts at least `slowdown` real ones. `size` is in bytes.
-    """
+    """Run each all-reduce of `size` bytes, let `slowdown` times its emulated time pass, and print both."""
     for name, all_reduce in all_reduces.items():
         start = time.monotonic()
         found = _slowest({name: all_reduce}, topology, [size], slowdown)
