@@ -8,16 +8,14 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from lessons.debugging_hangs.clinic._cases import Case, Evidence, Finding, Symptom
 
 from ._network_programs import import_first
-from ._network_runs import Work, called, folders, launched, readable, set_variables
+from ._network_runs import Work, called, folders, launched, set_variables
 
 _OTHER_PORT = 41234  # as good as any that gloo could choose
 
@@ -166,33 +164,6 @@ def _look_at_log(case: Case, symptom: Callable[[], Symptom]) -> Finding:
     return Finding(_by_host(list(symptom().log)))
 
 
-_SCRIPT = "from {module} import {name}; print(flush=True); input(); {name}()"  # the two lines: both are ready
-
-
-def _debug(base: str, settings: dict, program: Callable[[], Any]) -> str:
-    os.chdir(f"{base}/node{os.environ['GROUP_RANK']}")
-    package = str(Path(__file__).resolve().parents[3])
-    verbose = {"TORCH_CPP_LOG_LEVEL": "INFO", "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "PYTHONPATH": package}
-    set_variables(settings | verbose)
-    called(base, "begun", 20.0)
-    command = [sys.executable, "-c", _SCRIPT.format(module=program.__module__, name=program.__name__)]
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    with subprocess.Popen(command, **pipes, text=True) as process:
-        process.stdout.readline()  # a busy machine needs long to import PyTorch; the run begins after it, on both hosts
-        called(base, "imported", 60.0)
-        try:
-            return process.communicate("\n", timeout=20.0)[1]
-        except subprocess.TimeoutExpired:
-            process.kill()
-            return process.communicate()[1]
-
-
-def _look_at_debug(case: Case, symptom: Callable[[], Symptom]) -> Finding:
-    with folders() as base:
-        texts = launched(_debug, base, Work(case.settings, case.conditions), case.program, timeout=120.0)
-    return Finding(_by_host([readable(text) for text in texts]))
-
-
 EVIDENCE = {
     "addresses": Evidence(
         "interfaces and addresses of each host, and the interface that gloo is told to use", 1,
@@ -223,7 +194,4 @@ EVIDENCE = {
         {"other port": "a connection from node1 to another port of node0"},
     ),
     "log": Evidence("what each rank has written to standard error, and where a silent one stands", 2, _look_at_log),
-    "debug": Evidence(
-        "the log of a run with TORCH_CPP_LOG_LEVEL=INFO and TORCH_DISTRIBUTED_DEBUG=DETAIL", 5, _look_at_debug,
-    ),
 }
