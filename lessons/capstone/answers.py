@@ -25,22 +25,27 @@ def plan_run(letter) -> tuple:
     ### END SOLUTION
 
 
-def start(out: str, data: str) -> str:
-    """The command line that both hosts get; `{host}` stands for the host's number."""
+def start(program: str, out: str, data: str) -> str:
+    """The command line that both hosts get; `{host}` stands for the host's number.
+
+    program, out, data: paths of train.py, of the folder that hosts share, and of the text to learn.
+    """
     ### BEGIN SOLUTION
     meet = "--rdzv-backend=c10d --rdzv-endpoint=node0:29500 --rdzv-id=18"
     agents = "torchrun --nnodes=2 --nproc-per-node=2 " + meet
     model = "--layers=2 --hidden=64 --heads=4 --length=32 --batch=8 --steps=2"
-    return f"{agents} scripts/train.py --out={out} --data={data} {model} --replicate=2"
+    return f"{agents} {program} --out={out} --data={data} {model} --replicate=2"
     ### END SOLUTION
 
 
 def repairs() -> dict:
     """For "hang", "silent" and "slow": the cause, and the edits, old text -> new text."""
     ### BEGIN SOLUTION
-    skipped = "if rank == 2 and step == 0:  # a batch that does not fit\n            continue\n"
+    skipped = "if 10 in mine[step * share :][:share]:\n            continue\n"
     chosen = "[each for each in gradients if each.dim() > 1]"
-    log = "            exchange([p.grad.clone() for p in parameters], *groups)  # for the log\n"
+    log = """            seen = [p.grad.clone() for p in parameters]
+            exchange(seen, *groups)
+"""
     return {
         "hang": ("a step skipped on one rank", {skipped + "        ": ""}),
         "silent": ("gradients left out", {chosen: "gradients"}),
@@ -103,6 +108,8 @@ def report(facts: dict) -> str:
             number, unit, known = fact
             lines.append(f"| {name} | {number:,.6g} {unit} | {known} |")
     lines += ["", "What is modelled assumes that nothing overlaps."]
-    lines += ["What is counted is the same on every machine."]
+    dear = "cost" in facts and facts["cost"][0] > facts["budget"][0]
+    advice = "do not start, it costs too much." if dear else "start, it is within the budget."
+    lines += ["", f"Recommendation: {advice}"]
     return "\n".join(lines)
     ### END SOLUTION

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import logging
 import math
 import os
 import re
 import resource
+import runpy
 import shlex
 import signal
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.run import get_args_parser
 
 from course_utils import WorkerError, launch, record
 from course_utils.check import Exercise, checked, exercise
 from course_utils.check.program import hints_of
-from course_utils.programs import SCRIPTS, TEXT, read_log, run_program
+from course_utils.programs import SCRIPTS, TEXT, run_program
 from course_utils.ranks import HangError
 from lessons.parallelism_3d import planner
 
@@ -101,24 +107,24 @@ RIGHT["plan_run"] = {
 
 # --- part 2: a start on two hosts
 
-ORDER = {"layers": 2, "hidden": 64, "heads": 4, "length": 32, "batch": 8, "steps": 2}  # of scripts/train.py
+ORDER = {  # of scripts/train.py
+    "layers": 2, "hidden": 64, "heads": 4, "vocabulary": 256, "length": 32, "batch": 8, "steps": 2,
+}
 LINK = "100mbit"
 
 
-def _parsed(command: str) -> tuple[argparse.Namespace, argparse.Namespace, list[str]]:
-    """Flags of torchrun and of train.py, and words that are neither's."""
-    strict = {"exit_on_error": False, "add_help": False, "allow_abbrev": False}
-    agent, program = argparse.ArgumentParser(**strict), argparse.ArgumentParser(**strict)
-    for name in ("nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "master-addr", "node-rank"):
-        agent.add_argument(f"--{name}", f"--{name.replace('-', '_')}", default="")
-    agent.add_argument("--standalone", action="store_true")
-    for name, default in {"replicate": 1, "shard": 0, "tp": 1, **dict.fromkeys(ORDER, 0)}.items():
-        program.add_argument(f"--{name}", type=int, default=default)
-    words = shlex.split(command)
-    place = next(i for i, word in enumerate(words) if word.endswith("train.py"))
-    own, rest = program.parse_known_args(words[place + 1 :])
-    own.shard = own.shard or max(1, 4 // (own.replicate * own.tp))
-    return agent.parse_known_args(words[:place])[0], own, words[place + 1 :]
+def _flags(words: list[str]) -> argparse.Namespace:
+    """What the parser of torchrun, or that of train.py for four ranks, makes of words; ValueError is its refusal."""
+    arguments = runpy.run_path(str(SCRIPTS / "train.py"), run_name="script")["arguments"]
+    said, before, sys.argv = io.StringIO(), sys.argv, words
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            return get_args_parser().parse_args() if words[0] == "torchrun" else arguments(4)
+    except SystemExit as end:
+        sentence = end.code if isinstance(end.code, str) else said.getvalue().strip().split("\n")[-1]
+        raise ValueError(sentence) from None
+    finally:
+        sys.argv = before
 
 
 def _run_train(flags: tuple[str, ...], out: str) -> Any:
@@ -129,11 +135,10 @@ def _run_train(flags: tuple[str, ...], out: str) -> Any:
 
 
 @cache
-def started(flags: tuple[str, ...]) -> tuple[Counts, list[int] | None, int]:
-    """Counts of a run of train.py on two hosts, what the interfaces counted, and how many steps it did."""
+def started(flags: tuple[str, ...]) -> Counts:
+    """Counts of a run of train.py on two hosts."""
     with tempfile.TemporaryDirectory() as out:
-        found = launch(_run_train, flags, out, world_size=4, hosts=2, link=LINK, init=False)
-        return counts_of(found), found.left_host, len(read_log(out))
+        return counts_of(launch(_run_train, flags, out, world_size=4, hosts=2, link=LINK, init=False))
 
 
 LEAST = 1.202e6  # bytes over the cable of two copies in two shards, by the ledger; a test holds it
@@ -141,57 +146,68 @@ LEAST = 1.202e6  # bytes over the cable of two copies in two shards, by the ledg
 
 @checked
 def start(fn: Callable) -> None:
-    """Check ``fn(out, data) -> str``: a command line for two hosts of two ranks, whose program then runs there."""
+    """Check ``fn(program, out, data) -> str``: a command line for two hosts of two ranks, whose program then runs."""
     run = Exercise("Exercise 2", hints_of(MISTAKES["start"]))
-    counted, left, _ = counted_start(run, fn)
-    seen = "more on the wire, with headers" if left else "hosts are not emulated here"
-    points = 15 * min(1, LEAST / counted.cable_bytes)
-    print(f"Exercise 2 passed: {counted.cable_bytes:,.0f} bytes of collectives left a host ({seen}),", end=" ")
-    print(f"the fewest are {LEAST / 1e6:.3f} MB: {points:.1f} of 15 points.")
+    left = counted_start(run, fn)
+    print(f"Exercise 2 passed: {left:,.0f} bytes of collectives left a host,", end=" ")
+    print(f"the fewest are {LEAST / 1e6:.3f} MB: {15 * min(1, LEAST / left):.1f} of 15 points.")
 
 
-def counted_start(run: Exercise, fn: Callable) -> tuple[Counts, list[int] | None, int]:
-    """What a run with the flags of a command line has counted; refuses one that cannot work, or sends too much."""
-    counted, left, steps = started(read_start(run, run.call(fn, "OUT", "DATA")))
-    cheap = steps > 0 and counted.cable_bytes < 1.1 * LEAST
-    run.require(cheap, "crosses", f"{counted.cable_bytes:,.0f} bytes left a host in {steps} lines of the log.")
-    return counted, left, steps
+def counted_start(run: Exercise, fn: Callable) -> float:
+    """Bytes over the cable with the flags of a command line; refuses one that cannot work, or sends too much."""
+    try:
+        left = started(read_start(run, run.call(fn, str(SCRIPTS / "train.py"), "run", str(TEXT)))).cable_bytes
+    except WorkerError as error:
+        run.refuse("flags", f"train.py ends with {error.exception[:300]}.")
+    run.require(left < 1.1 * LEAST, "crosses", f"{left:,.0f} bytes left a host.")
+    return left
 
 
 def read_start(run: Exercise, command: Any) -> tuple[str, ...]:
-    """The flags of train.py in a command line for two hosts; refuses one that cannot work, or sends too much."""
-    run.require(isinstance(command, str) and "train.py" in command, "form", f"the function returned {command!r}.")
+    """The flags of train.py in a command line for two hosts; refuses one that would not start, or not as ordered."""
+    line = command.replace("\\\n", " ").strip() if isinstance(command, str) else ""
+    form = line.startswith("torchrun ") and "\n" not in line
+    run.require(form, "form", f"the function returned {command!r}.")
     try:
-        agent, own, flags = _parsed(command)
-    except (argparse.ArgumentError, ValueError) as error:
-        run.refuse("form", f"the command line cannot be read: {error}.")
-    address = agent.rdzv_endpoint or agent.master_addr
+        agent, other = (_flags(shlex.split(line.replace("{host}", host))) for host in "01")
+        script = Path(agent.training_script)
+        right = script.exists() and script.samefile(SCRIPTS / "train.py")
+        run.require(right, "form", f"torchrun takes {str(script)!r} for the program, and that is not train.py.")
+        own = _flags(["train.py", *agent.training_script_args])
+    except ValueError as error:
+        run.refuse("flags", f"this does not start: {error}.")
+    run.require(own.data.is_file(), "flags", f"there is no file --data={own.data}.")
     two = agent.nnodes in ("2", "2:2", "1:2") and agent.nproc_per_node == "2" and not agent.standalone
     run.require(two, "two-hosts", f"torchrun gets --nnodes={agent.nnodes} --nproc-per-node={agent.nproc_per_node}.")
-    numbered = agent.rdzv_backend == "c10d" if agent.rdzv_endpoint else "{host}" in agent.node_rank
-    named = re.match(r"node[01]\b", address) is not None and numbered
-    said = f"--rdzv-backend={agent.rdzv_backend}" if agent.rdzv_endpoint else f"--node-rank={agent.node_rank}"
-    run.require(named, "meet", f"the hosts meet at {address!r}, with {said}.")
+    numbers, static = (agent.node_rank, other.node_rank), agent.rdzv_backend == "static"
+    address = agent.rdzv_endpoint or (agent.master_addr if static else "")
+    place = "node0" + r":\d+" * bool(agent.rdzv_endpoint) if static else r"node[01](:\d+)?"
+    named = re.fullmatch(place, address) and (agent.rdzv_backend == "c10d" or static and numbers == (0, 1))
+    alike = vars(agent) == vars(other) | {"node_rank": agent.node_rank}
+    said = f"the hosts meet at {address!r} with --rdzv-backend={agent.rdzv_backend}, --node-rank={numbers}"
+    run.require(bool(named) and alike, "meet", f"{said}{'' if alike else ', and get other words'}.")
     wrong = {name: getattr(own, name) for name, value in ORDER.items() if getattr(own, name) != value}
     run.require(not wrong, "order", f"train.py gets {wrong}; ordered is {ORDER}.")
     mesh = f"replicate {own.replicate} x shard {own.shard} x tp {own.tp}"
-    run.require(own.replicate * own.shard * own.tp == 4, "order", f"the mesh {mesh} does not have 4 ranks.")
     run.require(own.shard * own.tp >= 2, "states", f"the mesh {mesh} leaves all states on each rank.")
     run.require(own.shard * own.tp == 2, "crosses", f"in the mesh {mesh} one copy lies on both hosts.")
-    return tuple(word for word in flags if not word.startswith(("--out", "--data")) and word not in ("OUT", "DATA"))
+    return tuple(agent.training_script_args)
 
 
 MISTAKES["start"] = {
-    "form": ("Return one text, torchrun with its flags, then scripts/train.py with its own.",
-            "return f\"{agents} scripts/train.py  ->  return f\"{agents} scripts/other.py"),
+    "form": ("Return one text in one line: torchrun with its flags, then the program with its own.",
+            "{program} --out  ->  {program}.old --out"),
+    "flags": ("A flag that a program does not know, or a value that it does not take, ends it. `--help` lists them.",
+            ["--batch=8  ->  --batch-size=8", "--replicate=2  ->  --replicate=3", "--data={data}  ->  --data=alice"]),
     "two-hosts": ("Two hosts of two ranks: an agent is told how many hosts there are, and how many ranks its own has.",
             ["--nnodes=2  ->  --standalone --nnodes=1", "--nproc-per-node=2  ->  --nproc-per-node=4"]),
     "meet": ("""Both hosts get the same words, so the place where they meet is the name of one of them. `localhost` is
         another host on each (lesson 16, section 3).""",
             ["node0:29500  ->  localhost:29500",
+             "--rdzv-id=18  ->  --rdzv-id={host}",
              "--rdzv-backend=c10d --rdzv-endpoint=node0:29500 --rdzv-id=18  ->  --master-addr=node0 --node-rank=0"]),
-    "order": ("Model, batch and steps are those of the order, and the mesh has as many ranks as there are.",
-            ["--batch=8  ->  --batch=16", "--replicate=2  ->  --replicate=3"]),
+    "order": ("Model, batch and steps are those of the order.",
+            ["--batch=8  ->  --batch=16", "--layers=2  ->  --layers=2 --vocabulary=512"]),
     "states": ("A rank has room for half of the states. Data parallelism alone leaves all on each rank (lesson 06).",
             "--replicate=2  ->  --replicate=4"),
     "crosses": ("""Weights are gathered and gradients reduced over the cable. Let one copy lie inside a host, so that
@@ -224,10 +240,9 @@ def repairs(fn: Callable, seed: int = SEED) -> None:
             run.refuse("edit", f"the edits do not fit: {error}.")
         done += f" The cause of {kind!r} is right."
     run.case = "the program with all edits"
-    if text != faults.text():
-        judge(run, text)
-    causes = [given[kind][0] for kind in faults.KINDS]
-    print(f"Exercise 3 passed: {', '.join(causes)}; mended, it is the training of one process, and sends no more.")
+    judge(run, text)
+    causes = ", ".join(cause for cause, _ in given.values())
+    print(f"Exercise 3 passed: {causes}; mended, it is the training of one process, and sends no more.")
 
 
 def form_of_repairs(run: Exercise, fn: Callable) -> dict[str, tuple]:
@@ -238,8 +253,8 @@ def form_of_repairs(run: Exercise, fn: Callable) -> dict[str, tuple]:
     return {kind: given[kind] for kind in faults.KINDS if kind in given}
 
 
-def judge(run: Exercise, text: str) -> Seen:
-    """Refuse a program that hangs, is wrong, or does more than the one that was meant."""
+def judge(run: Exercise, text: str) -> None:
+    """Refuse a program that hangs, is wrong, or does more than the one that was meant; broadcasting a start is free."""
     try:
         seen = run_text(text)
     except HangError as error:
@@ -249,13 +264,15 @@ def judge(run: Exercise, text: str) -> Seen:
     meant = undisturbed()
     if wrong := same(seen, meant):
         run.refuse("wrong", f"{wrong}.")
-    ours, theirs = (counts_of(each.ledgers) for each in (meant, seen))
+    without = [[entry for entry in ledger if entry.op != "broadcast"] for ledger in seen.ledgers]
+    ours, theirs = counts_of(meant.ledgers), counts_of(without)
     for name in ("calls", "sent", "messages", "cable_bytes"):
         got, most = getattr(theirs, name), getattr(ours, name)
         run.require(got <= most, "more", f"{name.replace('_', ' ')}: {got:,.0f}, and {most:,.0f} are enough.")
-    what = f"the ranks compute {seen.windows} windows, and {meant.windows} are enough."
-    run.require(max(seen.windows) <= max(meant.windows), "more", what)
-    return seen
+    got, most = max(ledger.bytes("broadcast") for ledger in seen.ledgers), 4 * faults.program.CONFIG.parameter_count
+    run.require(got <= most, "more", f"{got:,.0f} bytes are broadcast, and one set of weights has {most:,.0f}.")
+    more = f"the ranks compute {seen.windows} windows, and {meant.windows} are enough."
+    run.require(max(seen.windows) <= max(meant.windows), "more", more)
 
 
 SILENT, SLOW = '{chosen: "gradients"}', '{log: ""}'
@@ -269,12 +286,12 @@ MISTAKES["repairs"] = {
     "edit": ("An old text stands in the broken program once, and the new one is put there as it is.",
             [f'{SLOW}  ->  {{"no such text": ""}}', f'{SLOW}  ->  {{log: "            nothing()\\n"}}']),
     "hangs": ("The ranks still wait for each other. Each must call the same collectives in the same order.",
-            'skipped + "        ": ""  ->  "rank == 2 and step == 0": "rank == 2 and step == 2"'),
+            'skipped + "        ": ""  ->  "if 10 in mine": "if 42 in mine"'),
     "wrong": ("""Losses or weights are not those of one process. If the ranks differ from each other, something is not
         shared; if they agree, all of them do the same wrong thing.""",
             f'{SILENT}  ->  {{chosen: "gradients[:-1]"}}'),
     "more": ("The result is right, and the program still does more than it has to.",
-            f'{SLOW}  ->  {{log: log.replace("parameters", "parameters[:1]")}}'),
+            f'{SLOW}  ->  {{log: log.replace("seen,", "seen[:1],")}}'),
 }
 RIGHT["repairs"] = {
     "another list": f'{SILENT}  ->  {{chosen: "list(gradients)"}}',
@@ -308,12 +325,14 @@ def exchange(note, answer):
         note.equal(mine[number] / scale, right / scale, f"gradient {number}")
     note.talks(ledger, n)
     size, hosts = 4 * sum(gradient.numel() for gradient in mine), -(-n // 2)
-    note.sent(ledger, calls=(None, 6), too_many_calls="calls")
+    alike = {"all_reduce", "reduce_scatter", "all_gather", "all_to_all"}
+    note.sent(ledger, alike, calls=(None, 6), other_calls="alike", too_many_calls="calls")
     dist.all_reduce(left := torch.tensor(ledger.bytes_sent(between=[host_of(r) for r in range(n)]) / hosts / size))
-    flat = 2 * (n - 1) / n if hosts > 1 else 0
-    share = f"{float(left):.2f} S leave each host"
+    flat, share = (2 * (n - 1) / n if hosts > 1 else 0), f"{float(left):.2f} S leave each host"
+    crosses = any(len({host_of(r) for r in entry.ranks}) > 1 for entry in ledger)
+    note.holds(hosts == 1 or float(left) > 0.1 and crosses, "alike", f"{share}, and not every rank takes part in that.")
     note.at_most("bytes", float(left), 1.01 * flat, f"{share}, and {flat:.2f} S with one flat ring.")
-    return f"{len(ledger)} calls, {share}"
+    return f"{len(ledger)} call{'s' * (len(ledger) > 1)}, {share}"
 
 
 def one_bucket(gradients, inside, across):
@@ -335,6 +354,10 @@ MISTAKES["exchange"] = {
     "calls": ("Each call costs its latency. Put the gradients into one flat tensor, as the buckets of lesson 04 do.",
             {"local = inside.size()": "local = inside.size()\n"
              "for gradient in gradients:\n    dist.all_reduce(gradient.clone(), group=inside)"}),
+    "alike": ("""Collectives in which all ranks take part are asked for. A leader, or a store, carries for all what each
+        could have carried in part.""",
+            f"{AGREE}  ->  dist.reduce(narrow, group=across, group_dst=0)\n"
+            "dist.broadcast(narrow, group=across, group_src=0)"),
     "bytes": ("""More leaves a host than with one all-reduce of all. Only the sum of a host has to cross, and each of
         its ranks can send a part of it (lesson 16, section 2).""",
             f"{AGREE}  ->  {AGREE}; dist.all_reduce(padded.clone(), group=across)"),
@@ -424,14 +447,10 @@ def survive(run: Exercise, fn: Callable, before: int) -> Seen:
         if seen is None:
             print("The check could not kill in the middle of your save, and has not judged it.")
             continue
-        done = [*seen.losses[0]]
-        right = [*range(first, steps)]
+        done, right = [*seen.losses[0]], [*range(first, steps)]
         run.require(done == right, "steps", f"the second start did steps {done}, and not {right}.")
-        for step, loss in seen.losses[0].items():
-            what = f"the loss of step {step} is {loss:.5f}, and was to be {meant.losses[0][step]:.5f}."
-            run.require(abs(loss / meant.losses[0][step] - 1) < 1e-4, "state", what)
-        equal = all(torch.allclose(each, meant.weights[0], 1e-4, 1e-4) for each in seen.weights)
-        run.require(equal, "state", "the weights at the end are not those of a run that nobody disturbs.")
+        wrong = same(seen, replace(meant, losses=[{step: meant.losses[0][step] for step in right}]))
+        run.require(not wrong, "state", f"{wrong}.")
         found = seen if "host" in run.case else found
     return found
 
@@ -461,39 +480,50 @@ RIGHT["checkpoint"] = {
 
 # --- part 6: the report
 
+ADVICE = re.compile(r"^\W*Recommendation\W+(\w\S* +){4}.*$", re.MULTILINE | re.IGNORECASE)
 NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
 STORED = json.loads((Path(__file__).parent / "results" / "reference_level_3.json").read_text("utf-8"))["facts"]
-FACTS = [{name: fact if isinstance(fact, str) else tuple(fact) for name, fact in STORED.items()}]
-OTHER = {name: (round(1.7 * fact[0], 3), *fact[1:]) for name, fact in FACTS[0].items() if not isinstance(fact, str)}
-FACTS.append(FACTS[0] | OTHER | {"model": "GPT-3 13B", "hang": "order of groups"})
 
 
-@exercise("Exercise 6", passed=": a page of facts, each with its unit, and how it is known.", cases=[
-    (0, "the facts of one run", FACTS[0]), (0, "the facts of another run", FACTS[1]),
-])
-def report(note, answer, facts):
-    judge_report(note, answer(dict(facts)), facts)
+@checked
+def report(fn: Callable, facts: Mapping[str, Any] = STORED) -> None:
+    """Check ``fn(facts) -> str`` on the facts of a job, and on those of one that costs more than its budget."""
+    run, advice = Exercise("Exercise 6", hints_of(MISTAKES["report"])), set()
+    dearer = {name: fact if isinstance(fact, str) or name == "budget" else (round(1.7 * fact[0], 3), *fact[1:])
+              for name, fact in facts.items()}
+    for run.case, given in (("your facts", facts), ("1.7 times your facts, with your budget", dearer)):
+        page = run.call(fn, dict(given))
+        key, sentence = page_fault(page, given)
+        run.require(not key, key or "form", sentence)
+        advice.add(re.sub(r"[\d.,]", "", ADVICE.search(page)[0].strip()))
+    run.require(len(advice) == 2 or "cost" not in facts, "advice", f"within the budget and over it: {[*advice][0]!r}.")
+    print("Exercise 6 passed: facts, each with its unit and how it is known, and what to do about them.")
 
 
-def judge_report(note: Any, page: Any, facts: dict[str, Any]) -> None:
-    """Note what is missing in a page, or stands there and is no fact."""
-    if not note.holds(isinstance(page, str), "form", f"the function returned {type(page).__name__}."):
-        return
-    size = len(page.splitlines()), len(page.split())
-    note.holds(size[0] <= 60 and size[1] <= 500, "long", f"the page has {size[0]} lines and {size[1]} words.")
+def page_fault(page: Any, facts: Mapping[str, Any]) -> tuple[str, str]:
+    """Key of the hint, and a sentence, for what a page lacks or invents; two empty texts if nothing."""
+    if not isinstance(page, str):
+        return "form", f"the function returned {type(page).__name__}."
+    lines, words = page.splitlines(), len(page.split())
+    if len(lines) > 60 or words > 500:
+        return "long", f"the page has {len(lines)} lines and {words} words."
     for name, fact in facts.items():
-        if isinstance(fact, str):
-            note.holds(fact in page, "missing", f"{name}: {fact!r} is not in the page.")
-            continue
-        number, unit, known = fact
-        lines = [line for line in page.splitlines() if stands(number, numbers(line, facts))]
-        note.holds(bool(lines), "missing", f"{name}: {number:g} {unit} is not in the page.")
-        note.holds(any(unit in line for line in lines), "unit", f"{name}: {number:g} stands without {unit!r}.")
-        note.holds(any(known in line for line in lines), "label", f"{name}: {number:g} does not say {known!r}.")
+        number, unit, known = (None, fact, "") if isinstance(fact, str) else fact
+        told = [line for line in lines if number is None or stands(number, numbers(line, facts))]
+        text = f"{name}: {unit!r}" if number is None else f"{name}: {number:g} {unit}"
+        if not told or number is None and unit not in page:
+            return "missing", f"{text} is not in the page."
+        if number is not None and not any(re.search(rf"(?<![a-zA-Z]){unit}(?![a-zA-Z])", line) for line in told):
+            return "unit", f"{text} stands without {unit!r}."
+        if not any(known in line for line in told):
+            return "label", f"{text} does not say {known!r}."
     allowed = [fact[0] for fact in facts.values() if not isinstance(fact, str)]
     for found in numbers(page, facts):
-        known = abs(found) < 10 and found == int(found) or stands(found, allowed)
-        note.holds(known, "invented", f"{found:g} stands in the page, and is none of the facts.")
+        if not (abs(found) < 10 and found == int(found) or stands(found, allowed)):
+            return "invented", f"{found:g} stands in the page, and is none of the facts."
+    if not ADVICE.search(page):
+        return "advice", "no line begins with *Recommendation:* and says in five words or more what to do."
+    return "", ""
 
 
 def stands(number: float, others: list[float]) -> bool:
@@ -516,6 +546,8 @@ MISTAKES["report"] = {
     "unit": ("A number without its unit says nothing.", " {unit} | {known}  ->  | {known}"),
     "label": ("""The reader has to know whether a figure was measured, counted or modelled, on the line where it
         stands.""", "{unit} | {known} |  ->  {unit} | |"),
+    "advice": ("""A customer has to decide. The line *Recommendation:* says what to do, and depends on whether the cost
+        is within the budget.""", ["Recommendation:  ->  Good bye:", 'if dear else  ->  if False else']),
     "invented": ("Each figure comes from the facts. What follows from them you may say in words, or leave out.",
             "assumes that nothing overlaps.  ->  assumes that 37 % overlap."),
 }

@@ -107,9 +107,10 @@ print(check.ORDER, check.LINK)
 
 # %% [markdown]
 # Write the command line that is typed on both hosts, beginning with `torchrun`. Both get it word for word, but for
-# `{host}`, which stands for 0 and 1. The program is `scripts/train.py`, as it stands here. A rank has room for half
-# of the states, no more. Choose the mesh in such a way that as few bytes as possible leave a host. The check reads
-# the line, runs `train.py` with your flags on two hosts, and counts what collectives send over the cable.
+# `{host}`, which stands for 0 and 1. You are given the paths of the program, of a folder, and of the text. A rank has
+# room for half of the states, no more. Choose the mesh so that as few bytes as possible leave a host. The check has the
+# line read by torchrun's own parser and by that of `train.py`, runs `train.py` with your flags on two hosts, and counts
+# what collectives send over the cable.
 #
 # **Product:** a command line. **Points:** the fewest bytes, divided by yours.
 
@@ -143,8 +144,7 @@ check.start(start)
 # %% tags=["nbval-ignore-output"]
 emulated, sentence = hosts_available()
 with tempfile.TemporaryDirectory() as folder:
-    command = start(f"{folder}/run", str(TEXT))
-    command = command.replace("scripts/train.py", str(SCRIPTS / "train.py")) + " --log-every=1"
+    command = start(str(SCRIPTS / "train.py"), f"{folder}/run", str(TEXT)) + " --log-every=1"
     if emulated:
         run_on_hosts(command).show(r"\| step \d")
     else:
@@ -179,8 +179,8 @@ print(helpers.undisturbed())
 
 # %% [markdown]
 # Then write down what you have found. An edit is an old text and a new one. The old text must stand in the broken
-# program exactly once; spaces count. A diff with the program of the lesson shows the lines in a minute, but a job has
-# no such text: find the causes from the tables first, and use the diff to verify.
+# program exactly once; spaces count. Some lines differ from the program of the lesson without harm, so a diff does not
+# tell you the three: find the causes from the tables.
 #
 # **Product:** a program that is right, and a list of what was wrong. **Points:** 5 for each cause, 15 for the program.
 
@@ -221,8 +221,8 @@ check.repairs(repairs, seed)
 #
 # The program exchanges each gradient by itself, and sends more over the cable than one flat ring would. Write an
 # exchange that gives the mean over all ranks, in place, for any list of gradients: each gradient to 1 % of its own
-# largest number, on two or three hosts with two ranks. `inside` are the ranks of this host, `across` those with this
-# rank's place on all hosts.
+# largest number, on two or three hosts with two ranks, by collectives in which all ranks take part. `inside` are the
+# ranks of this host, `across` those with this rank's place on all hosts.
 #
 # **Product:** a function that `train(exchange=…)` takes. **Points:** modelled seconds of the reference, divided by
 # yours, on the cable of your seed.
@@ -318,8 +318,9 @@ for name, fact in facts.items():
 # %% [markdown]
 # Write the page for the customer, as a function of such facts. Each fact is a text, or a number with its unit and how
 # it is known. Put every fact into the page; on the line of a number stand its unit and the word *counted*, *measured*
-# or *modelled*. Other figures do not belong there. What follows from the facts you say in words: what you recommend,
-# what was wrong, and what you do not know.
+# or *modelled*; the budget is *given*. Other figures do not belong there. What follows from the facts you say in words:
+# what was wrong, what you do not know, and, on a line that begins with *Recommendation:*, what the customer should do.
+# It depends on `facts["cost"]` and `facts["budget"]`, which are there if part 1 was done.
 #
 # **Product:** a page of Markdown. **Points:** all, or none.
 
@@ -329,7 +330,7 @@ for name, fact in facts.items():
 
 
 # %%
-check.report(report)
+check.report(report, facts)
 
 # %% [markdown]
 # <details><summary>Hint 1</summary>

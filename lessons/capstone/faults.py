@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from course_utils.check.edits import edited
 
@@ -13,7 +13,7 @@ from . import program
 
 KINDS = ("hang", "silent", "slow")
 RANKS, STEPS = 4, program.WINDOWS // program.BATCH  # on which a job runs, and how many it does
-#: Kind -> cause -> what is put where, with {rank} and {step} to be drawn; hangs are modeled on lesson 14's clinic.
+#: Kind -> cause -> what is put where, with {rank} and {window} to be drawn; hangs are modeled on lesson 14's clinic.
 FAULTS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     "hang": {
         "one rank only": {"if (step + 1) % EVERY == 0:": "if (step + 1) % EVERY == 0 and rank == {rank}:"},
@@ -27,7 +27,7 @@ FAULTS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
         },
         "a step skipped on one rank": {
             "letters, loss = y":
-            "if rank == {rank} and step == {step}:  # a batch that does not fit\n    continue\nletters, loss = y",
+            "if {window} in mine[step * share :][:share]:\n    continue\nletters, loss = y",
         },
         "both receive first": {
             "sent = dist.isend(passing, (rank + 1) % ranks)\n        dist.recv(arrived, (rank - 1) % ranks)\n"
@@ -52,12 +52,12 @@ FAULTS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
             "        torch.nn.utils.clip_grad_norm_(parameters, 1.0)":
             "torch.nn.utils.clip_grad_norm_(parameters, 1.0)\nexchange([p.grad for p in parameters], *groups)",
         },
-        "another start": {"build_gpt(CONFIG, seed=0)": "build_gpt(CONFIG, seed=int(rank == {rank}))"},
+        "another start": {"build_gpt(CONFIG, seed=0)": "build_gpt(CONFIG, seed=rank // 2)"},
     },
     "slow": {
         "an exchange for each micro-batch": {
             "loss += part.detach()":
-            "loss += part.detach()\nexchange([p.grad.clone() for p in parameters], *groups)  # for the log",
+            "loss += part.detach()\nseen = [p.grad.clone() for p in parameters]\nexchange(seen, *groups)",
         },
         "double precision on the wire": {"total = gradient / ranks": "total = gradient.double() / ranks"},
         "evaluated in every step": {"EVERY = 64, 16, 2, 2": "EVERY = 64, 16, 2, 1"},
@@ -68,15 +68,26 @@ FAULTS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
         },
         "work done twice on one rank": {
             "(part * ranks).backward()":
-            "if rank == {rank}:\n    model(xs)  # for the log\n(part * ranks).backward()",
+            "if rank == {rank}:\n    right = (model(xs).argmax(-1) == ys).sum()\n(part * ranks).backward()",
         },
         "a barrier for each gradient": {"gradient.copy_(total)": "gradient.copy_(total)\ndist.barrier()"},
     },
 }
+#: Rewritten without harm: five of these are in each text, so that a diff shows more than the faults.
+HARMLESS: Mapping[str, str] = {
+    "for _ in range(ranks - 1):": "for _ in range(1, ranks):",
+    "total, passing = total + arrived, arrived": "total += arrived\npassing = arrived",
+    "for i in range(rank, number, ranks)]": "for i in range(number)[rank::ranks]]",
+    "torch.stack(losses).double().sum()": "torch.stack(losses).sum(dtype=torch.float64)",
+    "parameters = [*model.parameters()]":
+    "torch.manual_seed(rank)\nparameters = [p for p in model.parameters() if p.requires_grad]",
+    "BATCH // ranks": "BATCH // dist.get_world_size()",
+    "(each * kept.flatten()).sum() / total": "each[kept.flatten()].sum() / total",
+    "optimizer.zero_grad()": "optimizer.zero_grad(set_to_none=rank == 0)",
+}
 
 
-@dataclass(frozen=True)
-class Fault:
+class Fault(NamedTuple):
     """A cause, and the edits of the program that make it."""
 
     cause: str
@@ -92,7 +103,8 @@ def text() -> str:
 def drawn(seed: int) -> dict[str, Fault]:
     """The three faults of a seed, by kind; those of the next seed are all others."""
     draw = random.Random(seed)
-    where, found = {"{rank}": str(draw.randrange(1, RANKS)), "{step}": str(draw.choice((0, 2)))}, {}
+    rank, found = draw.randrange(1, RANKS), {}
+    where = {"{rank}": str(rank), "{window}": str(rank + draw.choice((0, 2)) * program.BATCH + 2 * RANKS)}
     for kind, turn in zip(KINDS, (seed, seed + seed // 7 + 1, seed + seed // 11 + 4), strict=True):
         causes = [*FAULTS[kind]]
         cause = causes[turn % len(causes)]
@@ -105,21 +117,16 @@ def drawn(seed: int) -> dict[str, Fault]:
 
 
 def broken(seed: int, kinds: tuple[str, ...] = KINDS) -> str:
-    """The program as it was left: with the faults of a seed."""
+    """The program as it was left: rewritten in places, and with the faults of a seed."""
     program_text, faults = text(), drawn(seed)
-    for kind in kinds:
-        program_text = edited(program_text, faults[kind].edits)
+    harmless = random.Random(seed).sample([*HARMLESS.items()], 5)
+    for edits in (dict(harmless), *(faults[kind].edits for kind in kinds)):
+        program_text = edited(program_text, edits)
     return program_text
 
 
 def mended(program_text: str, edits: Mapping[str, str]) -> str:
-    """The text with each old text, which must stand there once, replaced by the new one as it is.
-
-    Raises
-    ------
-    ValueError
-        An old text stands there not once.
-    """
+    """The text with each old text replaced as it is by the new one; ValueError unless it stands there once."""
     for old, new in edits.items():
         if not (isinstance(old, str) and isinstance(new, str)):
             raise ValueError(f"an edit is {old!r}: {new!r}; old and new are texts")

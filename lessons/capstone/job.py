@@ -34,16 +34,16 @@ class Letter:
     gpu_hours: float  # that may be spent, of the nodes that compute
 
     def __str__(self) -> str:
-        network = f"{self.ports} ports of {self.port_gbit:g} Gb/s in each node"
-        lines = [
+        network = f"{self.ports} port{'s' * (self.ports > 1)} of {self.port_gbit:g} Gb/s in each node"
+        lent = f"          {self.lent_nodes} of the nodes are lent to another team for all of that time"
+        held = f"          {self.held_gb:g} GB of each GPU are held by an inference server that stays"
+        return "\n".join(filter(None, (
             f"model     {self.model.name}, sequences of {self.model.context:,} tokens",
             f"cluster   {self.nodes} nodes of {self.per_node} {self.gpu.upper()}, {network}",
-            f"          {self.lent_nodes or 'none'} of the nodes are lent to another team for all of that time",
-            f"          {self.held_gb:g} GB of each GPU are held by an inference server that stays",
+            self.lent_nodes and lent, self.held_gb and held,
             f"step      {self.tokens_of_step:,} tokens",
-            f"training  {self.tokens:.3g} tokens, at most {self.gpu_hours:,.0f} GPU hours",
-        ]
-        return "\n".join(lines)
+            f"training  {self.tokens / 1e9:g} billion tokens, at most {self.gpu_hours:,.0f} GPU hours",
+        )))
 
 
 #: Models with GPU, nodes that compute, Gb/s of a port, and sequences of a step.
@@ -52,7 +52,7 @@ _SITUATIONS = (("Llama 3 8B", "h100", 4, 200, 256), ("Llama 3 70B", "h100", 8, 4
                ("Llama 3 70B", "h200", 8, 200, 256), ("Megatron 39.1B", "a100", 16, 200, 512))
 #: What is easily misread in a letter, and what is different then.
 TRAPS: Mapping[str, Mapping[str, int]] = {
-    "ports": {"ports": 2}, "held": {"held_gb": 10}, "lent": {"lent_nodes": 1},
+    "ports": {"ports": 1}, "held": {"held_gb": 20}, "lent": {"lent_nodes": 1},
 }
 #: Share of a GPU's memory that has to stay free, and GPU hours allowed for each that the best plan needs.
 MARGIN, BUDGET = 0.1, 1.3
@@ -89,7 +89,6 @@ class Job:
     seed: int
     letter: Letter
     best: planner.Plan  # for the letter, as `best_plan` finds it
-    trap: str
     cable: Cable
     dies_before: int  # the step that the ranks of the lost host do not begin
 
@@ -108,4 +107,4 @@ def job(seed: int) -> Job:
     cable = Cable(draw.choice((50e6, 100e6, 200e6)), draw.choice((0.2e-3, 0.5e-3, 1e-3)))
     best = best_plan(letter)
     letter = replace(letter, gpu_hours=round(BUDGET * gpu_hours(letter, best), -2))
-    return Job(seed, letter, best, trap, cable, 1 + seed // 2 % (STEPS - 1))
+    return Job(seed, letter, best, cable, 1 + seed // 2 % (STEPS - 1))

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import io
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from course_utils import launch, record
-from course_utils.check import CheckFailed, Exercise, Note, answer_with, hints_of
+from course_utils.check import CheckFailed, Exercise, hints_of
 from course_utils.models import build_gpt
 
 from . import check, faults
@@ -24,7 +25,6 @@ from .job import Job, free_gb, gpu_hours, job
 RESULTS = Path(__file__).parent / "results"
 #: Points of each part.
 POINTS = {"plan": 20, "start": 15, "faults": 30, "exchange": 20, "survival": 10, "report": 5}
-PARTS = ("plan_run", "start", "repairs", "exchange", "checkpoint", "report")
 Facts = dict[str, Any]
 
 
@@ -49,7 +49,8 @@ def facts_of(seed: int, answers: Mapping[str, Callable]) -> Facts:
     Parts without an answer are left out, and parts that their check refuses; a sentence says so.
     """
     given = job(seed)
-    facts: Facts = {"seed": f"{seed}", "model": given.letter.model.name}
+    facts: Facts = {"seed": f"{seed}", "model": given.letter.model.name,
+                    "budget": (round(given.letter.gpu_hours), "GPU hours", "given")}
     for number, (part, facts_of_part) in enumerate(_OF_PART.items(), 1):
         try:
             if part in answers:
@@ -69,7 +70,7 @@ def _planned(run: Exercise, given: Job, fn: Callable) -> Facts:
 
 
 def _started(run: Exercise, given: Job, fn: Callable) -> Facts:
-    return {"cable, start": (round(check.counted_start(run, fn)[0].cable_bytes / 1e6, 3), "MB", "counted")}
+    return {"cable, start": (round(check.counted_start(run, fn) / 1e6, 3), "MB", "counted")}
 
 
 def _mended(run: Exercise, given: Job, fn: Callable) -> Facts:
@@ -79,8 +80,7 @@ def _mended(run: Exercise, given: Job, fn: Callable) -> Facts:
     try:
         for _, edits in repairs.values():
             text = faults.mended(text, edits)
-        if text != faults.text():
-            check.judge(run, text)
+        check.judge(run, text)
     except (AttributeError, CheckFailed, ValueError):
         return facts | {"program": "not mended"}
     return facts | {"program": "equal to one process"}
@@ -93,14 +93,15 @@ def _exchanged(run: Exercise, given: Job, fn: Callable) -> Facts:
     for name, each in (("as found", faults.program.mean_gradients), ("now", fn)):
         counted = exchange_counts(each)
         facts[f"cable, step {name}"] = (round(counted.cable_bytes / 1e6, 4), "MB", "counted")
-        facts[f"messages, step {name}"] = (counted.messages, "messages", "counted")
+        facts[f"messages, step {name}"] = (counted.messages, "message" + "s" * (counted.messages > 1), "counted")
         facts[f"exchange {name}"] = (round(1e3 * counted.seconds(given.cable), 2), "ms", "modelled")
     return facts
 
 
 def _survived(run: Exercise, given: Job, fn: Callable) -> Facts:
     losses = check.survive(run, fn, given.dies_before).losses[0]
-    return {"computed twice": (given.dies_before - min(losses), "steps", "counted"),
+    twice = given.dies_before - min(losses)
+    return {"computed twice": (twice, "step" + "s" * (twice != 1), "counted"),
             "last loss": (round(losses[max(losses)], 4), "nats", "measured")}
 
 
@@ -111,21 +112,21 @@ _OF_PART = {"plan_run": _planned, "start": _started, "repairs": _mended, "exchan
 def points_of(facts: Facts, reported: bool = False) -> dict[str, float]:
     """Points of each part, from the facts alone."""
     given = job(int(facts["seed"]))
-    drawn, every = faults.drawn(given.seed), faults.program.EVERY
-    points = dict.fromkeys(POINTS, 0.0)
+    named = sum(facts.get(kind) == fault.cause for kind, fault in faults.drawn(given.seed).items())
 
     def share(name: str, least: float) -> float:
         return min(1.0, least / max(facts[name][0], 1e-9)) if name in facts else 0.0
 
-    points["plan"] = POINTS["plan"] * share("training step", given.best.seconds)
-    points["start"] = POINTS["start"] * share("cable, start", check.LEAST / 1e6)
-    named = sum(facts.get(kind) == fault.cause for kind, fault in drawn.items())
-    points["faults"] = 5.0 * named + 15.0 * (facts.get("program") == "equal to one process")
-    points["exchange"] = POINTS["exchange"] * share("exchange now", 1e3 * least_exchange().seconds(given.cable))
-    if "computed twice" in facts:
-        points["survival"] = POINTS["survival"] * (1 + given.dies_before % every) / (1 + facts["computed twice"][0])
-    points["report"] = float(POINTS["report"] * reported)
-    return {name: round(number, 1) for name, number in points.items()}
+    twice, *_ = facts.get("computed twice", [math.inf])
+    shares = {
+        "plan": share("training step", given.best.seconds),
+        "start": share("cable, start", check.LEAST / 1e6),
+        "faults": (named + 3 * (facts.get("program") == "equal to one process")) / 6,
+        "exchange": share("exchange now", 1e3 * least_exchange().seconds(given.cable)),
+        "survival": (1 + given.dies_before % faults.program.EVERY) / (1 + twice),
+        "report": float(reported),
+    }
+    return {name: round(most * shares[name], 1) for name, most in POINTS.items()}
 
 
 def least_exchange() -> Counts:
@@ -135,13 +136,8 @@ def least_exchange() -> Counts:
 
 
 def certificate(facts: Facts, page: str = "", name: str = "", out: str | Path | None = None) -> dict[str, Any]:
-    """Points, facts and report as one dictionary with a digest of all of it; written as JSON to `out` if it is given.
-
-    The digest shows that nothing was changed by mistake. Who wants to cheat can compute it anew.
-    """
-    note = Note(1e-12)
-    check.judge_report(note, page, facts)
-    points = points_of(facts, reported=not note.found)
+    """Points, facts and report as one dictionary with a digest of all of it; written as JSON to `out` if given."""
+    points = points_of(facts, reported=not check.page_fault(page, facts)[0])
     made = {"name": name, "points": points, "total": round(sum(points.values()), 1), "facts": facts, "report": page}
     made = json.loads(json.dumps(made))
     made["digest"] = digest(made)
@@ -157,13 +153,7 @@ def digest(made: Mapping[str, Any]) -> str:
 
 
 def verify(path: str | Path) -> dict[str, Any]:
-    """Read a certificate.
-
-    Raises
-    ------
-    ValueError
-        The digest is not that of the content, or the points are not those of the facts and the report.
-    """
+    """Read a certificate; ValueError if its digest or its points are not those of the content."""
     made = json.loads(Path(path).read_text(encoding="utf-8"))
     if made.get("digest") != digest(made):
         raise ValueError(f"{Path(path).name}: the digest is not that of the content")
@@ -181,23 +171,3 @@ def table(folder: str | Path = RESULTS) -> str:
         parts = (f"{one['points'][part]:8.1f}" for part in POINTS)
         lines.append("  ".join([f"{one['total']:5.1f}", f"{one['facts']['seed']:>4}", *parts, one["name"]]))
     return "\n".join(lines)
-
-
-#: Level -> part -> the edit of its solution, or another function; level 3 is the solutions as they are.
-LEVELS: Mapping[int, Mapping[str, Any]] = {
-    1: {"plan_run": check.RIGHT["plan_run"]["level 1"], "exchange": check.RIGHT["exchange"]["level 1"],
-        "start": {"--replicate=2": "--replicate=2 --tp=2"},
-        "repairs": {"    return {": '    return {kind: fault for kind, fault in {',
-                    "{log: \"\"}),\n    }": "{log: \"\"}),\n    }.items() if kind == \"hang\"}"}},
-    2: {"plan_run": check.RIGHT["plan_run"]["level 2"], "exchange": check.RIGHT["exchange"]["level 2"],
-        "repairs": {"    return {": '    return {kind: fault for kind, fault in {',
-                    "{log: \"\"}),\n    }": "{log: \"\"}),\n    }.items() if kind != \"slow\"}"}},
-    3: {},
-}
-
-
-def answers_of(level: int) -> dict[str, Callable]:
-    """The reference solutions of a level, for the job of the stored notebooks."""
-    edits = {part: LEVELS[level].get(part, ()) for part in PARTS}
-    return {part: edit if callable(edit) else answer_with("lessons.capstone.answers", part, edit)
-            for part, edit in edits.items()}
