@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import combinations, groupby
+from itertools import pairwise
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -71,28 +71,19 @@ def _time_axis(ax: Axes) -> None:
     ax.yaxis.set_major_formatter(FuncFormatter(text))
 
 
-def crossings(first: Time, second: Time, low: float, high: float) -> list[float]:
-    """Return the sizes between `low` and `high` at which two times are equal, found on a grid and by bisection."""
-    grid = np.geomspace(low, high, 400)
-    ahead = [first(x) < second(x) for x in grid]
-    found = []
-    for i in range(len(grid) - 1):
-        if ahead[i] != ahead[i + 1]:
-            a, b = grid[i], grid[i + 1]
+def _winners(times: Mapping[str, Time], low: float, high: float) -> list[tuple[str, float, float]]:
+    """Return which name is the fastest from where to where, from the smallest size on: by a grid and bisection."""
+    def fastest(size: float) -> str:
+        return min(times, key=lambda name: times[name](size))
+
+    starts = [(fastest(low), low)]
+    for a, b in pairwise(np.geomspace(low, high, 400).tolist()):
+        if fastest(b) != starts[-1][0]:
             for _ in range(40):
                 middle = (a * b) ** 0.5
-                a, b = (middle, b) if (first(middle) < second(middle)) == ahead[i] else (a, middle)
-            found.append(float(a))
-    return found
-
-
-def _winners(times: Mapping[str, Time], low: float, high: float) -> list[tuple[str, float, float]]:
-    """Return which name is the fastest from where to where, from the smallest size on."""
-    edges = sorted({low, high, *(x for pair in combinations(times.values(), 2) for x in crossings(*pair, low, high))})
-    pieces = [(min(times, key=lambda name: times[name]((a * b) ** 0.5)), a, b)
-              for a, b in zip(edges, edges[1:], strict=False)]
-    spans = [(name, list(group)) for name, group in groupby(pieces, lambda piece: piece[0])]
-    return [(name, group[0][1], group[-1][2]) for name, group in spans]
+                a, b = (middle, b) if fastest(middle) == starts[-1][0] else (a, middle)
+            starts.append((fastest(b), b))
+    return [(name, at, end) for (name, at), (_, end) in zip(starts, [*starts[1:], ("", high)], strict=True)]
 
 
 def draw_crossover(
