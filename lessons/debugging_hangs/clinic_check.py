@@ -20,8 +20,12 @@ def treat(exercise: Exercise, patient: Patient, cure: dict[str, Any]) -> None:
     exercise.require(bool(verdict), "cure", f"the cause is right, the cure {cure} does not heal.\n\n{verdict}")
 
 
-def ward(run: Exercise, fn: Callable, clinic: Clinic, numbers: Iterable[int], details: tuple[str, ...] = ()) -> int:
-    """Ask ``fn()`` for the cause of each patient, its details and an edit, and try the edits; how many were healed."""
+def ward(
+    run: Exercise, fn: Callable, clinic: Clinic, numbers: Iterable[int], details: tuple[str, ...] = (),
+    cure: Callable[[dict], dict] = lambda edit: {"edit": edit},
+) -> int:
+    """Ask ``fn()`` for the cause of each patient, its details and a cure, by default an edit, and try the cures where
+    programs can run; how many were healed."""
     given = run.call(fn)
     run.require(isinstance(given, dict), "form", f"the function returned {str(given)[:100]}.")
     for patient in (clinic[number] for number in numbers):
@@ -30,11 +34,12 @@ def ward(run: Exercise, fn: Callable, clinic: Clinic, numbers: Iterable[int], de
         answer = given[patient.number]
         form = isinstance(answer, tuple | list) and len(answer) == 2 + len(details) and isinstance(answer[-1], dict)
         run.require(form, "form", f"the answer is {str(answer)[:100]}.")
-        cause, *named, edit = answer
+        cause, *named, change = answer
         known = ", ".join(clinic.causes)
         run.require(cause in clinic.causes, "name", f"{cause!r} is no cause; allowed are {known}.")
         verdict = patient.diagnose(cause, **dict(zip(details, named, strict=True)))
         said = ", ".join([repr(cause), *(f"{name} {value!r}" for name, value in zip(details, named, strict=True))])
         run.require(bool(verdict), "diagnosis", f"the diagnosis ({said}) is wrong.\n\n{verdict}")
-        treat(run, patient, {"edit": edit})
+        if clinic.available()[0]:
+            treat(run, patient, cure(change))
     return sum(patient.healed for patient in clinic)

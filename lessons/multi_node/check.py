@@ -29,7 +29,7 @@ from course_utils.check.compare import close, show, values, whole_number
 from course_utils.check.groups import DIFFERENT, GroupsInStep
 from course_utils.check.traffic import calls, sent
 from course_utils.costs import bytes_sent
-from lessons.debugging_hangs.clinic_check import treat
+from lessons.debugging_hangs.clinic_check import ward
 
 from . import answers, restarts
 from .clinic import network
@@ -444,7 +444,7 @@ CLINIC = {
     "form": """An entry is the number of a patient and a pair: the name of the cause, and the cure as a dictionary, such
         as 3: ("wrong address", {"environment": {"MASTER_ADDR": "node0"}}).""",
     "name": "The names of causes are those of clinic.list_causes().",
-    "cause": """Ask for the evidence that is named below, and compare it with what this cause would show. Two causes
+    "diagnosis": """Ask for the evidence that is named below, and compare it with what this cause would show. Two causes
         with the same message differ in what a connection says, or in who listens.""",
     "several": "Change one thing for each patient: else nobody knows which of them has healed it.",
     "cure-form": "clinic.list_cures() shows what can be changed, and with which values.",
@@ -457,29 +457,12 @@ CLINIC = {
 def diagnoses_and_cures(fn: Callable) -> None:
     """Check ``fn()``: a dictionary from the number of each patient to its cause and its cure, which is tried."""
     run = Exercise("The clinic", {key: " ".join(hint.split()) for key, hint in CLINIC.items()})
-    given = run.call(fn)
-    run.require(isinstance(given, dict), "form", f"the function returned {str(given)[:100]}.")
     clinic = network.clinic()
-    possible, sentence = clinic.available()
-    for patient in clinic:
-        run.case = f"patient {patient.number}"
-        run.require(patient.number in given, "missing", "the answers have no entry for it.")
-        answer = given[patient.number]
-        pair = isinstance(answer, tuple | list) and len(answer) == 2
-        form = pair and isinstance(answer[0], str) and isinstance(answer[1], dict)
-        run.require(form, "form", f"the answer is {str(answer)[:100]}.")
-        cause, cure = answer
-        known = ", ".join(clinic.causes)
-        run.require(cause in clinic.causes, "name", f"{cause!r} is no cause; allowed are {known}.")
-        verdict = patient.diagnose(cause)
-        run.require(bool(verdict), "cause", f"the cause is not {cause!r}.\n\n{verdict}")
-        if possible:
-            treat(run, patient, cure)
-    count = len(clinic.patients)
+    healed, (possible, sentence) = ward(run, fn, clinic, range(1, 9), cure=dict), clinic.available()
     if possible:
-        print(f"The clinic passed: {count} causes found, {count} patients healed, each by a run of its program.")
+        print(f"The clinic passed: {len(clinic)} causes found, {healed} patients healed, each by a run of its program.")
     else:
-        print(f"{count} causes are right. The cures were not tried: {sentence}.")
+        print(f"{len(clinic)} causes are right. The cures were not tried: {sentence}.")
 
 
 # --- exercise 5: how often to checkpoint

@@ -161,7 +161,7 @@ def test_without_hosts_all_is_recorded_and_says_so_and_the_check_judges_causes(m
     ("missing", None),
     ("form", {1: "firewall drops the port"}),
     ("name", {1: ("firewall", {"open_ports": "all"})}),
-    ("cause", {1: ("wrong address", {"open_ports": "all"})}),
+    ("diagnosis", {1: ("wrong address", {"open_ports": "all"})}),
     ("several", {1: ("firewall drops the port", {"open_ports": "all", "link": "up"})}),
     ("cure-form", {1: ("firewall drops the port", {"open_ports": "yes"})}),
 ])
