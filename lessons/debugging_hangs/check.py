@@ -251,19 +251,18 @@ def second_ward(fn: Callable) -> None:
     judge("Exercise 4", "second_ward", fn, range(10, 16))
 
 
-NAME = "The names of causes are those of clinic.list_causes()."
-EDIT = "Old texts of an edit must stand in the program once. Copy them from the program as it is shown."
-
 MISTAKES["diagnoses_and_cures"] = {
     "missing": ("Return an entry for each patient.", "        1: (  ->          16: ("),
     "form": ("""An entry is the number of a patient and four things: cause, rank, call, and the edit as a dictionary,
         such as 3: ("uneven batches", 0, "all_reduce", {"old text": "new text"}).""",
             ', {"reduce(loss, dst=0)": "all_reduce(loss)"}  ->  '),
-    "name": (NAME, '"decision on a local value"  ->  "a bad value"'),
+    "name": ("The names of causes are those of clinic.list_causes().",
+            '"decision on a local value"  ->  "a bad value"'),
     "diagnosis": ("""Ask for the evidence that is named below. The rank and the call are those of the fault, which need
         not be where the ranks wait.""", ['on a local value", 1  ->  on a local value", 0',
              '"decision on a local value"  ->  "one rank only"']),
-    "cure-form": (EDIT, '"reduce(loss, dst=0)"  ->  "reduce(loss, dst=1)"'),
+    "cure-form": ("Old texts of an edit must stand in the program once. Copy them from the program as it is shown.",
+            '"reduce(loss, dst=0)"  ->  "reduce(loss, dst=1)"'),
     "cure": ("""What the ranks say after the change stands below. Is it the same as before? Then the change did not
         touch the cause.""", '"if True:"  ->  "if rank < 2:"'),
 }
@@ -271,16 +270,9 @@ RIGHT["diagnoses_and_cures"] = {
     "in a tuple": "[first, second] if  ->  (first, second) if",
     "other ranks": {'"both receive first", 0': '"both receive first", 1', 'reductions", 1,': 'reductions", 2,'},
 }
-MISTAKES["second_ward"] = {
-    "missing": ("Return an entry for each of the patients 10 to 15.", "        10: (  ->          16: ("),
-    "form": ("""An entry is the number of a patient and four things: cause, rank, call, and the edit as a dictionary,
-        such as 11: ("expert without tokens", 0, "barrier", {"old text": "new text"}).""",
-            '"isend", both),  ->  "isend"),'),
-    "name": (NAME, '"message without its other side"  ->  "a bad message"'),
+MISTAKES["second_ward"] = {key: row[:1] for key, row in MISTAKES["diagnoses_and_cures"].items()} | {
     "diagnosis": ("""Ask for the evidence that is named below. In this ward the stacks say little: what has a rank left
-        out, or what does it hold that the others do not?""", ['its other side", 1,  ->  its other side", 0,',
-             '"message without its other side"  ->  "both receive first"']),
-    "cure-form": (EDIT, '"if rank == 0:"  ->  "if rank == 2:"'),
+        out, or what does it hold that the others do not?""", 'its other side", 1,  ->  its other side", 0,'),
     "cure": ("What the ranks say after the change stands below. A program must still do what it is for, on every rank.",
             '"dist.isend, mine, 1 - rank)"  ->  "dist.isend, mine, 1)"'),
 }

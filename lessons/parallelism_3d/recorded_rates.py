@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from course_utils import recorded
 from course_utils.hardware import GPUS
 
 from . import planner
 
-#: Kernels of attention: the planner's name -> the record's.
-_KERNELS = {"flash2": "flash", "flash3": "cudnn"}
 
-
-@dataclass(frozen=True)
-class Rate:
+class Rate(NamedTuple):
     """A shape, and its TFLOP/s by the planner's formula (without the fitted share) and as recorded."""
 
     name: str
@@ -25,10 +21,6 @@ class Rate:
 
 def rates_of_a_gpu() -> list[Rate]:
     """Return the rates of an H200: products in bf16 and FP8, attention forward and backward by two kernels."""
-    return _products() + _attention()
-
-
-def _products() -> list[Rate]:
     card, found = GPUS["h200"], []
     stream = card.memory_bandwidth * planner.CONSTANTS.hbm
     for table, bits, precision in (("layer_products", 16, "bf16"), ("fp8_products", 8, "fp8")):
@@ -39,12 +31,7 @@ def _products() -> list[Rate]:
             rate = each["rate"] if bits == 16 else each["rate"]["a scale a tensor"]
             name = " x ".join(map(str, shape)) + f", {bits} bits"
             found.append(Rate(name, 2 * math.prod(shape) / seconds / 1e12, rate["value"]))
-    return found
-
-
-def _attention() -> list[Rate]:
-    found = []
-    for kernel, name in _KERNELS.items():
+    for kernel, name in (("flash2", "flash"), ("flash3", "cudnn")):  # the planner's name, the record's
         both = recorded.gpu_check("attention")[name]["forward and backward"]
         for length, rate in zip(both["at"], both["value"], strict=True):
             modelled = planner.attention_rate("h200", kernel, length) / 1e12
