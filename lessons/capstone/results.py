@@ -81,7 +81,7 @@ def _mended(run: Exercise, given: Job, fn: Callable) -> Facts:
         for _, edits in repairs.values():
             text = faults.mended(text, edits)
         check.judge(run, text)
-    except (AttributeError, CheckFailed, ValueError):
+    except (AttributeError, CheckFailed, TypeError, ValueError):
         return facts | {"program": "not mended"}
     return facts | {"program": "equal to one process"}
 
