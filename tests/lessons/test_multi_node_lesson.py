@@ -14,7 +14,7 @@ from notebook_runs import run_core
 
 from course_utils import launch, recorded
 from course_utils.check import CheckFailed, answer_with
-from lessons.multi_node import check, restarts
+from lessons.multi_node import check
 from lessons.multi_node.hosts import hosts_available, run_on_hosts
 
 pytestmark = pytest.mark.guard(90)
@@ -184,15 +184,6 @@ def test_without_hosts_the_ledger_and_what_ranks_say_decide(monkeypatch, capsys)
     for name in ("hierarchical_mean", "join"):
         getattr(check, name)(answer_with("lessons.multi_node.answers", name))
         assert re.fullmatch(r"Exercise \d passed.* not (measured|tried): hosts need Linux\.\n", capsys.readouterr().out)
-
-
-def test_where_slurm_does_not_run_the_check_says_so_and_passes(monkeypatch, capsys):
-    def forbidden(hosts):
-        raise RuntimeError("Slurm did not start in namespaces")
-
-    monkeypatch.setattr(restarts, "SlurmCluster", forbidden)
-    check.job_script(answer_with("lessons.multi_node.answers", "job_script"))
-    assert "Slurm did not run" in capsys.readouterr().out
 
 
 def test_numbers_of_the_exercise_on_checkpoints():
