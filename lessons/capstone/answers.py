@@ -26,10 +26,7 @@ def plan_run(letter) -> tuple:
 
 
 def start(program: str, out: str, data: str) -> str:
-    """The command line that both hosts get; `{host}` stands for the host's number.
-
-    program, out, data: paths of train.py, of the folder that hosts share, and of the text to learn.
-    """
+    """The command line that both hosts get, with three paths; `{host}` stands for 0 and 1."""
     ### BEGIN SOLUTION
     meet = "--rdzv-backend=c10d --rdzv-endpoint=node0:29500 --rdzv-id=18"
     agents = "torchrun --nnodes=2 --nproc-per-node=2 " + meet

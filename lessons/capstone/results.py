@@ -44,10 +44,7 @@ def exchange_counts(exchange: Callable, ranks: int = faults.RANKS) -> Counts:
 
 
 def facts_of(seed: int, answers: Mapping[str, Callable]) -> Facts:
-    """The facts of a job, by name: (number, unit, how it is known), or a text.
-
-    Parts without an answer are left out, and parts that their check refuses; a sentence says so.
-    """
+    """The facts of a job by name: (number, unit, how it is known), or a text; refused parts are left out, and named."""
     given = job(seed)
     facts: Facts = {"seed": f"{seed}", "model": given.letter.model.name,
                     "budget": (round(given.letter.gpu_hours), "GPU hours", "given")}
