@@ -28,7 +28,8 @@ html_theme, html_title, html_short_title = "sphinx_book_theme", project, "Distri
 html_static_path = ["_static"] if tags.has("epub") else ["_static", "_states"]  # noqa: F821
 html_css_files, html_js_files = ["site.css"], ["site.js"]
 html_copy_source, html_show_sphinx, html_use_index, html_domain_indices = False, False, False, False
-html_theme_options = {"use_download_button": False, "show_toc_level": 2, "navbar_persistent": []}
+html_theme_options = {"logo": {"text": project}, "use_download_button": False, "show_toc_level": 2}
+html_theme_options |= {"navbar_persistent": []}
 if REPOSITORY:
     html_theme_options |= {"repository_url": REPOSITORY, "use_repository_button": True}
 if SITE:
@@ -58,4 +59,9 @@ def setup(app):
             text = f'<urlset xmlns="http://www.sitemaps.org/schemas/sitemap/0.9">{"".join(pages)}</urlset>'
             (app.outdir / "sitemap.xml").write_text(text, encoding="utf-8")
 
+    def once(app, page, template, context, document):
+        if page == root_doc:  # its own title is the name of the site
+            context["docstitle"] = ""
+
     app.connect("build-finished", sitemap)
+    app.connect("html-page-context", once)
