@@ -1,9 +1,21 @@
-"""What the small programs share: a table, and a run that prints one and may store what was measured."""
+"""What the small programs share: clocks, a table, and a run that prints one and may store what was measured."""
 
 import argparse
 import json
+import statistics
+import time
 from collections.abc import Callable
 from pathlib import Path
+
+
+def seconds(do: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    do()
+    return time.perf_counter() - start
+
+
+def median(do: Callable[[], object], count: int) -> float:
+    return statistics.median(seconds(do) for _ in range(count))
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:

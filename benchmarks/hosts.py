@@ -4,10 +4,10 @@
 """
 
 import statistics
-import time
 
 import torch
 import torch.distributed as dist
+from common import median, seconds
 
 from course_utils import launch, shutdown
 from lessons.multi_node.hosts import hosts_available
@@ -15,17 +15,6 @@ from lessons.multi_node.hosts import hosts_available
 ROUNDS = 5
 SIZE = 1 << 20  # bytes that are reduced
 RATES = {"10mbit": 1e7, "100mbit": 1e8, "1gbit": 1e9}
-WARM_UP = 3
-
-
-def seconds(do) -> float:
-    start = time.perf_counter()
-    do()
-    return time.perf_counter() - start
-
-
-def median(do, rounds: int = ROUNDS) -> float:
-    return statistics.median(seconds(do) for _ in range(rounds))
 
 
 def reduce(size: int, rounds: int) -> float:
@@ -45,7 +34,7 @@ def cold(**options) -> None:
 def start_and_call() -> None:
     launch(dist.get_rank, world_size=4)  # the fork server is ready
     for name, options in (("one host", {}), ("two hosts", {"hosts": 2})):
-        first = median(lambda options=options: cold(**options))
+        first = median(lambda options=options: cold(**options), ROUNDS)
         warm = median(lambda options=options: launch(dist.get_rank, world_size=4, **options), 10 * ROUNDS)
         print(f"4 ranks on {name:9}  first call {1e3 * first:7.0f} ms   warm call {1e3 * warm:7.1f} ms")
 

@@ -7,11 +7,10 @@ Prints a table with the goals beside; nothing is asserted.
 
 import statistics
 import time
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from common import main, table
+from common import main, median, table
 
 from course_utils import launch, record, shutdown
 
@@ -20,16 +19,6 @@ GOALS = {
     "warm call with an all-reduce": 3e-3, "error on a rank reported": 2.0,
 }
 LEDGER_GOAL = 1.05  # a step of DDP with the ledger watching, against one without
-
-
-def seconds(do: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    do()
-    return time.perf_counter() - start
-
-
-def median(do: Callable[[], object], count: int) -> float:
-    return statistics.median(seconds(do) for _ in range(count))
 
 
 def reduce() -> float:

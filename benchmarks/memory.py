@@ -60,11 +60,8 @@ def ways(config: TransformerConfig, zero3: type[nn.Module]) -> dict[str, tuple[n
     fsdp, mesh = build_gpt(config), init_device_mesh("cpu", (dist.get_world_size(),))
     for part in (*fsdp.blocks, fsdp):
         fully_shard(part, mesh=mesh)
-    return {
-        "DistributedDataParallel": (ddp, adam(ddp.parameters())),
-        "Zero3": (own, own.optimizer),
-        "FSDP2": (fsdp, adam(fsdp.parameters())),
-    }
+    return {"DistributedDataParallel": (ddp, adam(ddp.parameters())), "Zero3": (own, own.optimizer),
+            "FSDP2": (fsdp, adam(fsdp.parameters()))}
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> float:
@@ -103,24 +100,17 @@ def measure_model(config: TransformerConfig, zero3: type[nn.Module], ranks: int,
         if off > 1e-4:
             raise AssertionError(f"{name} has other losses than DDP: off by {off:.1g}")
         turns = zip(*(rank[name]["seconds"][WARM_UP:] for rank in by_rank), strict=True)
-        rows[name] = {
-            "seconds": [max(turn) for turn in turns],
-            **{
-                key: max((rank[name][key] for rank in by_rank), key=lambda parts: sum(parts.values()))
-                for key in ("peak", "held")
-            },
-        }
+        rows[name] = {"seconds": [max(turn) for turn in turns]}
+        for key in ("peak", "held"):
+            rows[name][key] = max((rank[name][key] for rank in by_rank), key=lambda parts: sum(parts.values()))
     base, fsdp = sum(rows["DistributedDataParallel"]["peak"].values()), rows["FSDP2"]["seconds"]
     for row in rows.values():
         seconds = row.pop("seconds")
         ratios = sorted(mine / theirs for mine, theirs in zip(seconds, fsdp, strict=True))
-        row |= {
-            "peak_bytes": sum(row["peak"].values()),
-            "peak_ratio": sum(row["peak"].values()) / base,
-            "step_s": statistics.median(seconds),
-            "step_ratio": statistics.median(ratios),
-            "quartiles": [ratios[len(ratios) // 4], ratios[(3 * len(ratios)) // 4]],
-        }
+        peak = sum(row["peak"].values())
+        row |= {"peak_bytes": peak, "peak_ratio": peak / base, "step_s": statistics.median(seconds),
+                "step_ratio": statistics.median(ratios),
+                "quartiles": [ratios[len(ratios) // 4], ratios[(3 * len(ratios)) // 4]]}
     return {"config": dataclasses.asdict(config), "parameters": config.parameter_count, "versions": rows}
 
 
@@ -136,29 +126,21 @@ def markdown(result: dict) -> str:
     parts = []
     for name, model in result["models"].items():
         rows = [
-            [
-                version,
-                f"{sum(row['held'].values()) / 1e3:,.0f} kB",
-                f"{row['peak_bytes'] / 1e3:,.0f} kB",
-                f"{row['peak_ratio']:.2f}×",
-                ", ".join(f"{part} {row['peak'][part] / 1e3:,.0f}" for part in PARTS),
-                f"{row['step_s'] * 1e3:.1f} ms",
-                f"{row['step_ratio']:.2f}× ({row['quartiles'][0]:.2f} to {row['quartiles'][1]:.2f})",
-            ]
+            [version, f"{sum(row['held'].values()) / 1e3:,.0f} kB", f"{row['peak_bytes'] / 1e3:,.0f} kB",
+             f"{row['peak_ratio']:.2f}×", ", ".join(f"{part} {row['peak'][part] / 1e3:,.0f}" for part in PARTS),
+             f"{row['step_s'] * 1e3:.1f} ms",
+             f"{row['step_ratio']:.2f}× ({row['quartiles'][0]:.2f} to {row['quartiles'][1]:.2f})"]
             for version, row in model["versions"].items()
         ]
         head = ["version", "between steps", "peak of a rank", "against DDP", "parts at the peak, kB", "step (median)"]
         head.append("against FSDP2 (quartiles)")
-        parts += [
-            f"## ZeRO-3 on {result['ranks']} ranks, {name} GPT of {model['parameters']:,} parameters",
-            table(head, rows),
-        ]
+        title = f"## ZeRO-3 on {result['ranks']} ranks, {name} GPT of {model['parameters']:,} parameters"
+        parts += [title, table(head, rows)]
     note = (
         f"Adam in fp32, {result['windows_per_rank']} windows of {TransformerConfig().context} tokens a rank; "
         f"DDP's gradients are views into its buckets. {result['repeats']} steps each, in turns, at the slowest rank; "
         f"bytes are of one more step, at the rank with the most. Zero3's gathered units count as parameters, FSDP2's "
-        f"as buffers. "
-        f"torch {result['torch']}."
+        f"as buffers. torch {result['torch']}."
     )
     return "\n\n".join([*parts, note])
 

@@ -5,11 +5,7 @@
 Prints a table with the goals beside; nothing is asserted.
 """
 
-import statistics
-import time
-from collections.abc import Callable
-
-from common import main, table
+from common import main, median, table
 
 from course_utils.transformer import PUBLISHED
 from lessons.parallelism_3d import planner
@@ -18,25 +14,13 @@ from lessons.pipeline_parallel import pipeline
 GOALS = {"schedule_s": 1.0, "search_s": {1024: 2.0, 16384: 20.0}}
 
 
-def median(work: Callable[[], object], repeats: int) -> tuple[float, object]:
-    """Median seconds of `work`, and what it returned last."""
-    taken = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        result = work()
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken), result
-
-
 def schedules(ranks: int, microbatches: int, repeats: int) -> list[dict]:
     """Make and simulate every schedule but the naive one."""
     rows = []
     for name, make in pipeline.SCHEDULES.items():
         if name != "naive":
-            seconds, run = median(lambda make=make: pipeline.simulate(make(ranks, microbatches)), repeats)
-            rows.append(
-                {"name": name, "ranks": ranks, "microbatches": microbatches, "s": seconds, "bubble": run.bubble}
-            )
+            seconds = median(lambda make=make: pipeline.simulate(make(ranks, microbatches)), repeats)
+            rows.append({"name": name, "ranks": ranks, "microbatches": microbatches, "s": seconds})
     return rows
 
 
@@ -47,7 +31,8 @@ def searches(sizes: list[int], repeats: int) -> list[dict]:
     rows = []
     for model, machine, gpus in cases:
         arguments = PUBLISHED[model], planner.cluster(machine, gpus), gpus
-        seconds, found = median(lambda arguments=arguments: planner.search(*arguments), repeats)
+        seconds = median(lambda arguments=arguments: planner.search(*arguments), repeats)
+        found = planner.search(*arguments)
         refused = sum(found.refused.values())
         rows.append({"model": model, "gpus": gpus, "legal": len(found.plans), "refused": refused, "s": seconds})
     return rows
@@ -55,44 +40,29 @@ def searches(sizes: list[int], repeats: int) -> list[dict]:
 
 def measure(quick: bool) -> dict:
     ranks, microbatches, sizes, repeats = (4, 8, [64], 1) if quick else (64, 512, [1024, 16384], 5)
-    return {
-        "quick": quick,
-        "schedules": schedules(ranks, microbatches, repeats),
-        "searches": searches(sizes, repeats),
-    }
+    made, found = schedules(ranks, microbatches, repeats), searches(sizes, repeats)
+    return {"quick": quick, "schedules": made, "searches": found}
 
 
 def markdown(result: dict) -> str:
     """What was measured, with the goals."""
     simulated = [
-        [
-            row["name"],
-            f"{row['ranks']} × {row['microbatches']}",
-            f"{row['s']:.2f} s",
-            f"below {GOALS['schedule_s']:.0f} s",
-        ]
+        [row["name"], f"{row['ranks']} × {row['microbatches']}", f"{row['s']:.2f} s",
+         f"below {GOALS['schedule_s']:.0f} s"]
         for row in result["schedules"]
     ]
     searched = [
-        [
-            row["model"],
-            str(row["gpus"]),
-            str(row["legal"]),
-            str(row["refused"]),
-            f"{row['s']:.2f} s",
-            f"below {GOALS['search_s'].get(row['gpus'], 2.0):.0f} s",
-        ]
+        [row["model"], *(str(row[key]) for key in ("gpus", "legal", "refused")), f"{row['s']:.2f} s",
+         f"below {GOALS['search_s'].get(row['gpus'], 2.0):.0f} s"]
         for row in result["searches"]
     ]
-    return "\n\n".join(
-        [
-            "## A schedule, made and simulated (median)",
-            table(["schedule", "stages × micro-batches", "taken", "goal"], simulated),
-            "## All layouts of a cluster, planned and ranked (median)",
-            table(["model", "GPUs", "legal", "refused", "taken", "goal"], searched),
-            "A smoke run." if result["quick"] else "On one core.",
-        ]
-    )
+    return "\n\n".join([
+        "## A schedule, made and simulated (median)",
+        table(["schedule", "stages × micro-batches", "taken", "goal"], simulated),
+        "## All layouts of a cluster, planned and ranked (median)",
+        table(["model", "GPUs", "legal", "refused", "taken", "goal"], searched),
+        "A smoke run." if result["quick"] else "On one core.",
+    ])
 
 
 if __name__ == "__main__":
