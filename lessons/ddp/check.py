@@ -445,7 +445,6 @@ DEALT = "return left[rank::ranks]"
 PADDED = """while missing > 0:
         left += order[:missing]
         missing -= samples"""
-AGAIN = "torch.randperm(len(left), generator=generator).tolist()"
 
 MISTAKES["epoch_indices"] = {
     "seed": ("""The order has to depend on both: the generator is seeded with seed + epoch. Without the epoch, as if

@@ -162,8 +162,8 @@ def zigzag(note, answer, length, n):
 MISTAKES["zigzag"] = {
     "contiguous": ("These are consecutive parts. The last rank has the late tokens, and late tokens have many pairs.",
             "[torch.cat([runs[r], runs[2 * n - 1 - r]]) for r in range(n)]  ->  [*torch.arange(length).chunk(n)]"),
-    "striped": ("""These are stripes, every n-th token. They are nearly balanced, but the exercise asks for two runs of
-        consecutive tokens on each rank, with exactly as many pairs.""",
+    "runs": ("""A rank holds two runs of consecutive tokens at most, one from the first half and one from the second.
+        Stripes, every n-th token, are nearly balanced, and no more.""",
             "[torch.cat([runs[r], runs[2 * n - 1 - r]]) for r in range(n)]  ->  [torch.arange(r, length, n) for r "
             "in range(n)]"),
     "mirror": ("""Rank r has runs r and n + r. The last rank has the later one of both pairs: the second run has to be
@@ -171,10 +171,6 @@ MISTAKES["zigzag"] = {
     "once": ("Each position belongs to exactly one rank.", "runs[2 * n - 1 - r]  ->  runs[2 * n - 2 - r]"),
     "order": ("The positions of a rank are in ascending order.",
             "[runs[r], runs[2 * n - 1 - r]]  ->  [runs[2 * n - 1 - r], runs[r]]"),
-    "runs": ("A rank holds two runs of consecutive tokens at most, one from the first half and one from the second.",
-            {"torch.arange(length).tensor_split(2 * n)": "torch.arange(length).tensor_split(4 * n)",
-             "[torch.cat([runs[r], runs[2 * n - 1 - r]]) for r in range(n)]":
-                 "[torch.cat([runs[i] for i in (r, 2 * n - 1 - r, 2 * n + r, 4 * n - 1 - r)]) for r in range(n)]"}),
     "uneven": ("""The number of runs does not divide the number of tokens. There have to be 2n runs all the same, whose
         lengths differ by 1 at most. chunk makes fewer.""",
             ["torch.arange(length).tensor_split(2 * n)  ->  torch.arange(length).chunk(2 * n)",

@@ -341,16 +341,6 @@ MISTAKES["reduce_scatter_gradients"] = {
              {"n, shards = dist.get_world_size(), {}": "n, shards, waiting = dist.get_world_size(), {}, []",
               "def arrive(p):": "def late(p):\n"
               "    waiting.append((p, p.grad)); p.grad = None\n"
-              "    if len(waiting) == sum(q.requires_grad for q in module.parameters()):\n"
-              "        for q, q.grad in waiting:\n"
-              "            arrive(q)\n"
-              "        waiting.clear()\n"
-              "\n"
-              "def arrive(p):",
-              "hook(arrive)": "hook(late)"},
-             {"n, shards = dist.get_world_size(), {}": "n, shards, waiting = dist.get_world_size(), {}, []",
-              "def arrive(p):": "def late(p):\n"
-              "    waiting.append((p, p.grad)); p.grad = None\n"
               "    if len(waiting) == 2:\n"
               "        for q, q.grad in waiting:\n"
               "            arrive(q)\n"
