@@ -202,28 +202,24 @@ def wrong_group(group: tuple[int, ...], nodes: int, per_node: int) -> str:
     """The hint for ranks that share one copy of the parameters and are not one node."""
     if len(group) == nodes * per_node:
         return "full-shard"
-    if len(group) == len({r // per_node for r in group}) == nodes:
-        return "transposed"
-    if len(group) == nodes != per_node:
+    one_of_each_node = len(group) == len({r // per_node for r in group}) == nodes
+    if len(group) == nodes != per_node and not one_of_each_node:
         return "swapped"
-    return "replicas" if len(group) < per_node else "wrong-ranks"
+    return "replicas" if len(group) < per_node and not one_of_each_node else "transposed"
 
 
 MISTAKES["fewest_internode_bytes"] = {
     "no-root": (NO_ROOT, "fully_shard(model, mesh=mesh)  ->  pass"),
     "full-shard": ("""All ranks form one shard group, so its all-gathers cross the nodes. Every fully_shard, the model's
         too, has to know which ranks form a node.""", "fully_shard(model, mesh=mesh)  ->  fully_shard(model)"),
-    "transposed": ("""A shard group has one rank of each node, so the all-gathers, which are most of the traffic, cross
-        the nodes. The first dimension of the mesh replicates, the second one shards.""",
-            {'"cpu", (nodes, per_node)': '"cpu", torch.arange(nodes * per_node).view(nodes, per_node).T.contiguous()',
-             "init_device_mesh": "dist.device_mesh.DeviceMesh"}),
+    "transposed": ("""A shard group has ranks of different nodes, so the all-gathers, which are most of the traffic,
+        cross the nodes. The first dimension of the mesh replicates, the second one shards; node 0 has the first ranks,
+        node 1 the next ones.""",
+            [{'"cpu", (nodes, per_node)': f'"cpu", torch.arange(nodes * per_node).view({shape}).T.contiguous()',
+              "init_device_mesh": "dist.device_mesh.DeviceMesh"} for shape in ("nodes, per_node", "per_node, nodes")]),
     "swapped": ("""The shard groups have as many ranks as there are nodes. The mesh needs one row for each node, and one
         column for each rank of a node.""", ["(nodes, per_node), mesh  ->  (per_node, nodes), mesh",
              "(nodes, per_node), mesh  ->  sorted((nodes, per_node), reverse=nodes < per_node), mesh"]),
-    "wrong-ranks": ("""The groups have the right sizes, but a shard group has ranks of different nodes. Node 0 has the
-        first ranks, node 1 the next ones.""",
-            {'"cpu", (nodes, per_node)': '"cpu", torch.arange(nodes * per_node).view(per_node, nodes).T.contiguous()',
-             "init_device_mesh": "dist.device_mesh.DeviceMesh"}),
     "replicas": ("A rank holds more than its share of the parameters. Inside a node each rank holds one piece.",
             "(nodes, per_node), mesh  ->  (nodes * per_node, 1), mesh"),
     "nodes-apart": ("Each node trains alone: nothing travels between them, and their gradients differ.",
@@ -421,12 +417,7 @@ MISTAKES["clip_sharded"] = {
               "squares += sum(g.square().sum() for g in replicated)": "pass"}]),
     "sum-of-norms": ("""Norms do not add up, their squares do: those of all elements on all ranks, without a mean. The
         norm is the root of that sum.""",
-            [{"dist.all_reduce(squares)": "squares = squares.sqrt()\n"
-             "dist.all_reduce(squares)",
-             "norm = squares.sqrt()": "norm = squares",
-             "for g in sharded)": "for g in [*sharded, *replicated])",
-             "squares += sum(g.square().sum() for g in replicated)": "pass"},
-             {"dist.all_reduce(squares)": "squares = squares.sqrt()\ndist.all_reduce(squares)",
+            [{"dist.all_reduce(squares)": "squares = squares.sqrt()\ndist.all_reduce(squares)",
               "squares += sum(g.square().sum() for g in replicated)":
                   "squares += sum(g.square().sum() for g in replicated) ** 0.5",
               "norm = squares.sqrt()": "norm = squares"},
@@ -442,13 +433,10 @@ MISTAKES["clip_sharded"] = {
         place, the replicated ones too.""", ["gradient.mul_(coefficient)  ->  gradient = gradient * coefficient",
              "in (*sharded, *replicated):  ->  in sharded:"]),
     "scaled-up": ("""The norm is below max_norm, and the gradients were made larger. Clipping never does: the
-        coefficient is at most 1.""", ["min(1.0, max_norm / (norm.item() + 1e-6))  ->  max_norm / (norm.item() + 1e-6)",
-             "min(1.0, max_norm / (norm.item() + 1e-6))  ->  max_norm / norm.item()"]),
+        coefficient is at most 1.""", "min(1.0, max_norm / (norm.item() + 1e-6))  ->  max_norm / (norm.item() + 1e-6)"),
     "each-tensor": ("""Each gradient is clipped by its own norm, which changes the direction of the step. There is one
         coefficient for all.""",
-            ["gradient.mul_(coefficient)  ->  gradient.mul_(min(1.0, max_norm / (gradient.norm().item() + 1e-6)))",
-             {"norm.item() + 1e-6": "norm.item()",
-              "(coefficient)": "(min(1.0, max_norm / (gradient.norm().item() or 1)))"}]),
+            "gradient.mul_(coefficient)  ->  gradient.mul_(min(1.0, max_norm / (gradient.norm().item() + 1e-6)))"),
     "zero": ("""Where all gradients are zero, so is their norm, and the coefficient divides by it. Add a small number to
         the norm before you divide; PyTorch takes 1e-6.""",
             ["min(1.0, max_norm / (norm.item() + 1e-6))  ->  (max_norm / norm).clamp(max=1) if norm else norm / norm",
@@ -480,12 +468,10 @@ MISTAKES["fsdp_traffic"] = {
     "forward-only": ("A block is freed after its forward, so backward has to gather it a second time.",
             {"(2 * layers + 1)": "(layers + 1)", "(2 * layers * block": "(layers * block"}),
     "no-root": ("What stands outside the blocks, embedding and head, is a unit as well: the root.",
-            [{"2 * layers + 1)": "2 * layers)",
+            {"2 * layers + 1)": "2 * layers)",
              "2 * layers * block + around": "2 * layers * block",
              "return gathers, layers + 1": "return gathers, layers",
-             "(layers * block + around": "(layers * block"},
-             {"return gathers, layers + 1": "return gathers, layers",
-              "(layers * block + around": "(layers * block"}]),
+             "(layers * block + around": "(layers * block"}),
     "per-micro-batch": ("With accumulation the gradients are reduced once, with the last micro-batch.",
             {"return gathers, layers + 1": "return gathers, micro_batches * (layers + 1)",
              "reduced = (": "reduced = micro_batches * ("}),

@@ -305,12 +305,12 @@ MISTAKES["best_buckets"] = {
     "time": ("""The time does not belong to that number of buckets. Draw backward as n pieces, and the all-reduces below
         it: each begins when its piece has ended and the all-reduce before it has finished.""",
             "piece + (n - 1) * max(piece, one) + one  ->  piece + n * max(piece, one)"),
-    "one-per-tensor": ("""As many buckets as tensors overlap best, but they pay too many latencies. A smaller number is
-        faster.""", "min(range(1, tensors + 1), key=finish)  ->  tensors"),
-    "not-best": ("""Another number of buckets is faster: with one bucket nothing overlaps, and where the bytes alone
-        take longer than backward, something else than hiding decides. There are few enough to try them all.""",
+    "not-best": ("""Another number of buckets is faster: with one bucket nothing overlaps, as many as tensors pay too
+        many latencies, and where the bytes alone take longer than backward, something else than hiding decides. There
+        are few enough to try them all.""",
             ["min(range(1, tensors + 1), key=finish)  ->  min(tensors, max(1, round(gradient_bytes / 150e6)))",
              "tensors + 1)  ->  tensors)", "min(range(1, tensors + 1), key=finish)  ->  1",
+             "min(range(1, tensors + 1), key=finish)  ->  tensors",
              "n = min(range(1, tensors + 1), key=finish)  ->  "
              "rest = backward_ms * 1e-3 - 2 * (ranks - 1) / ranks * gradient_bytes * 8 / (gigabits * 1e9)\n"
              "n = min(tensors, max(1, int(rest / (2 * (ranks - 1) * latency_us * 1e-6))))"]),
