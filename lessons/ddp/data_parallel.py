@@ -180,8 +180,10 @@ class RecordedJob:
     """Of one training step on a GPU: when it computed and reduced, in seconds, and its all-reduces in milliseconds."""
 
     lanes: dict[str, list[tuple[float, float]]]
+    all_reduces: int
     lasting: float  # from the first one's start to the last one's end
     running: float  # of this, all-reduces are running for so long
+    idle: float  # and nothing is, for so long
 
 
 def _recorded(name: str, step: int) -> RecordedJob:
@@ -189,9 +191,11 @@ def _recorded(name: str, step: int) -> RecordedJob:
     zero = spans(part, "compute", "communication")[0][0]
     reduces = [(e.start, e.end) for e in part.events if e.category == "kernel" and "AllReduce" in e.name]
     first, last = reduces[0][0], max(end for _, end in reduces)
+    busy = sum(max(0.0, min(b, last) - max(a, first)) for a, b in spans(part, "compute", "communication"))
     lanes = {"compute": spans(part, "compute"), "all-reduces": reduces}
     seconds = {row: [((a - zero) / 1e6, (b - zero) / 1e6) for a, b in bars] for row, bars in lanes.items()}
-    return RecordedJob(seconds, (last - first) / 1e3, sum(b - a for a, b in reduces) / 1e3)
+    running = sum(b - a for a, b in reduces)
+    return RecordedJob(seconds, len(reduces), (last - first) / 1e3, running / 1e3, (last - first - busy) / 1e3)
 
 
 def recorded_jobs() -> dict[str, RecordedJob]:
