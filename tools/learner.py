@@ -13,9 +13,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools import ToolError
+from tools import ROOT, ToolError, write
 
-ROOT = Path(__file__).resolve().parent.parent
 # What lessons consist of, and what they reach by relative paths.
 PATTERNS = ("notebooks/[0-9]*.ipynb", "exercises/[0-9]*.ipynb", "solutions/[0-9]*.ipynb", "scripts/**/*", "native/*",
             "docs/*.json")
@@ -33,14 +32,14 @@ def copy(folder: Path, root: Path = ROOT) -> list[str]:
     for name, data in course.items():
         version, has, known = _version(data), _version_of(folder / name), manifest.get(name)
         if has is None or has != version and has == known:
-            _write(folder / name, data)
+            write(folder / name, data)
             written["updated" if has else "new"].append(name)
         elif version not in (has, known):
             stay.append(f"{name} is yours and stays; for its new version: make restore L={Path(name).stem}")
     for name in manifest.keys() - course.keys():
         if _version_of(folder / name) == manifest[name]:
             (folder / name).unlink()  # the course no longer has it, and nobody has changed it
-    _write(folder / MANIFEST, json.dumps({name: _version(data) for name, data in course.items()}, indent=1).encode())
+    write(folder / MANIFEST, json.dumps({name: _version(data) for name, data in course.items()}, indent=1))
     return [_listed(f"{what} in {folder}", names) for what, names in written.items() if names] + stay
 
 
@@ -124,13 +123,6 @@ def _version(data: bytes) -> str:
 
 def _version_of(path: Path) -> str | None:
     return _version(path.read_bytes()) if path.exists() else None
-
-
-def _write(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    half = path.with_name(f".{path.name}.{os.getpid()}")
-    half.write_bytes(data)
-    os.replace(half, path)
 
 
 def _listed(what: str, names: list[str]) -> str:

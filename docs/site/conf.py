@@ -5,7 +5,7 @@ from importlib.metadata import version as version_of
 from docutils import nodes
 from latex2mathml.converter import convert
 
-from tools.author import ROOT
+from tools import ROOT
 from tools.author.site import settings
 
 REPOSITORY, SITE = (settings(ROOT)[name] for name in ("repository", "site"))

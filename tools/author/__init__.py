@@ -6,9 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from tools import ToolError
-
-ROOT = Path(__file__).resolve().parents[2]
+from tools import ROOT, ToolError
 
 
 def add(commands: argparse._SubParsersAction) -> None:

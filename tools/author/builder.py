@@ -16,9 +16,9 @@ from pathlib import Path
 import nbformat
 from nbformat import NotebookNode
 
-from tools import ToolError
+from tools import ROOT, ToolError
 
-from . import ROOT, notebooks
+from . import notebooks
 from .core import core_edition, core_faults, is_deeper, moved_links
 from .notebooks import NotebookFailed, leaks, normalise
 from .pages import dress

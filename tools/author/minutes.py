@@ -20,9 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tools import ToolError
+from tools import ROOT, ToolError
 
-from . import ROOT
 from .rooms import lesson_of, lessons, texts
 
 WORDS, LINES, PREDICTION = 130, 12, 1.5  # words and lines a minute, minutes a prediction

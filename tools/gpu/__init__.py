@@ -11,7 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tools import ROOT
+
 #: Files of ``tests/gpu`` in the order in which they run: what says most of a machine first.
 ORDER = ("machine", "collectives", "launcher", "losses", "speed", "scripts", "profiling", "c_programs", "lessons")
 

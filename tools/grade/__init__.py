@@ -9,9 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tools import ToolError
+from tools import ROOT, ToolError
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 ABOUT = {
     "description": "Run the checks of exercise notebooks that were handed in. This runs learners' code. Each hand-in "
     "gets a temporary folder, the only place it can write to, and processes that it leaves are ended: by bubblewrap "

@@ -15,9 +15,8 @@ from pathlib import Path
 
 import psutil
 
-from tools import ToolError
+from tools import ROOT, ToolError
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 KINDS = ("bubblewrap", "user", "none")
 TOKEN = "COURSE_HAND_IN"
 SEEN = [str(ROOT / name) for name in ("course_utils", "lessons", "native", "scripts", "tools")]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from tools import write
 
 from .hand_ins import HandIn
 
@@ -63,14 +64,6 @@ def feedback(person: str, rows: list[dict[str, Any]]) -> str:
                 fence = "~" * max([3, *(len(run) + 1 for run in re.findall("~+", check["message"]))])
                 parts.append(f"{fence}text\n{check['message']}\n{fence}")
     return "\n\n".join(parts) + "\n"
-
-
-def write(path: Path, text: str) -> None:
-    """Write a file in one go: whoever reads it finds the old or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    half = path.with_name(f".{path.name}.{os.getpid()}")
-    half.write_text(text, encoding="utf-8")
-    os.replace(half, path)
 
 
 def write_all(rows: list[dict[str, Any]], csv: Path | None, json_file: Path | None, folder: Path | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tools import ROOT
 
 
 def add(commands: argparse._SubParsersAction) -> None:

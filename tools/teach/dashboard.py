@@ -19,9 +19,8 @@ from tornado.httpserver import HTTPServer
 from tornado.template import Loader
 from tornado.web import Application, HTTPError, RequestHandler
 
-from tools.grade.report import write
+from tools import ROOT, write
 
-from . import ROOT
 from .classroom import SURVEY, Classroom, Refused
 
 PAGES = Loader(str(Path(__file__).parent / "pages"))

@@ -12,12 +12,11 @@ import nbformat
 
 from course_utils.check.hints import COMMON_HINTS, PAPER_HINTS
 from tools import ToolError
+from tools import write as write_text
+from tools.author.notebooks import CHECK_CELL
 from tools.author.rooms import lesson_of
-from tools.grade.report import write as write_text
 
 from .classroom import NO_TRIES, hints
-
-_CHECK = re.compile(r"^check\.(\w+)\(", re.MULTILINE)
 
 
 def write(root: Path, lesson: str, folder: Path, seen: Sequence[Path] = ()) -> Path:
@@ -35,7 +34,7 @@ def write(root: Path, lesson: str, folder: Path, seen: Sequence[Path] = ()) -> P
             title = (re.findall(r"^## (Exercise .*)$", cell.source, re.MULTILINE) or [title])[-1]
             continue
         code |= dict.fromkeys(re.findall(r"^(?:def|class) (\w+)", cell.source, re.MULTILINE), cell.source)
-        for check in _CHECK.findall(cell.source):
+        for check in CHECK_CELL.findall(cell.source):
             known = hints(name, [check])[check]
             found = counts[f"{name[3:]}.{check}"]
             solution = re.sub(r"^ *### (BEGIN|END) SOLUTION\n?", "", code.get(check, ""), flags=re.MULTILINE).strip()
