@@ -343,10 +343,9 @@ MISTAKES["roofline_point"] = {
     "multiply": ("A multiplication with its addition counts as two FLOP.", "2 * m * n * k  ->  m * n * k"),
     "result": ("The result has to be written to memory as well.", "+ m * n)  ->  )"),
     "elements": ("Intensity is FLOP per byte, and this is FLOP per number.", "2 * (m * k  ->  (m * k"),
-    "memory-only": ("To the right of the ridge, arithmetic is the limit, not memory.",
-            "min(dense, intensity * bandwidth)  ->  intensity * bandwidth"),
-    "peak-only": ("To the left of the ridge, memory is the limit, not arithmetic.",
-            ["min(dense, intensity * bandwidth)  ->  dense", "min  ->  max"]),
+    "one-limit": ("To the left of the ridge memory is the limit, to the right of it arithmetic.",
+            ["min(dense, intensity * bandwidth)  ->  intensity * bandwidth",
+             "min(dense, intensity * bandwidth)  ->  dense", "min  ->  max"]),
     "tera": ("The docstring asks for TFLOP/s, and this is FLOP/s.", "bandwidth) / 1e12  ->  bandwidth)"),
 }
 RIGHT["roofline_point"] = {
@@ -368,10 +367,9 @@ MISTAKES["gradient_seconds"] = {
              "2 * (n - 1) / n  ->  (n - 1) / n"]),
     "node-size": ("The ring through all nodes has more GPUs than the ring on one node.",
             "nodes * per_node  ->  per_node"),
-    "one-after-another": ("Data streams through NVLink and the ports at the same time, so the two times do not add up.",
-            f"{SLOWER}  ->  every / inside + every / across"),
-    "network-only": ("Many fast ports do not help if NVLink is slower: the data passes through it too.",
-            "min(inside, across)  ->  across"),
+    "one-after-another": ("""Data streams through NVLink and the ports at the same time: the slower of the two sets the
+        pace, which may be NVLink, and their times do not add up.""",
+            [f"{SLOWER}  ->  every / inside + every / across", "min(inside, across)  ->  across"]),
 }
 RIGHT["gradient_seconds"] = {
     "an array": {"inside, across = ": "import numpy as np\ninside, across = ",

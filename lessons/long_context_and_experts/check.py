@@ -88,10 +88,10 @@ MISTAKES["merge"] = {
             ["m = torch.maximum(m1, m2)  ->  m = m1 + m2", "m = torch.maximum(m1, m2)  ->  m = torch.minimum(m1, m2)",
              "m = torch.maximum(m1, m2)  ->  m = m1", "m = torch.maximum(m1, m2)  ->  m = m2",
              "m = torch.maximum(m1, m2)  ->  m = torch.full_like(m1, max(m1.max(), m2.max()))"]),
-    "rescale-l": ("""Each l is relative to the m of its own piece. Before l1 and l2 can be added, both have to be made
-        relative to the new m.""", ["f1 * l1 + f2 * l2  ->  l1 + l2", "f1 * l1 + f2 * l2  ->  l1 / f1 + l2 / f2"]),
-    "rescale-o": ("""l is right, so the factors are known. Each o is relative to the m of its own piece, too: it needs
-        the same factor as its l.""", ["f1 * o1 + f2 * o2  ->  o1 + o2", "f1 * o1 + f2 * o2  ->  o1 / f1 + o2 / f2",
+    "rescale": ("""Each l and each o is relative to the m of its own piece. Before two of them can be added, both have
+        to be made relative to the new m, an o by the same factor as its l.""",
+            ["f1 * l1 + f2 * l2  ->  l1 + l2", "f1 * l1 + f2 * l2  ->  l1 / f1 + l2 / f2",
+             "f1 * o1 + f2 * o2  ->  o1 + o2", "f1 * o1 + f2 * o2  ->  o1 / f1 + o2 / f2",
              "f1 * o1 + f2 * o2  ->  f1 * o1 + o2", "f1 * o1 + f2 * o2  ->  o1 + f2 * o2"]),
     "divided": ("""o is the sum that is not yet divided by l: pieces can be merged further, and the division comes once,
         at the end.""",
@@ -166,8 +166,6 @@ MISTAKES["zigzag"] = {
         Stripes, every n-th token, are nearly balanced, and no more.""",
             "[torch.cat([runs[r], runs[2 * n - 1 - r]]) for r in range(n)]  ->  [torch.arange(r, length, n) for r "
             "in range(n)]"),
-    "mirror": ("""Rank r has runs r and n + r. The last rank has the later one of both pairs: the second run has to be
-        counted from the end.""", "runs[2 * n - 1 - r]  ->  runs[n + r]"),
     "once": ("Each position belongs to exactly one rank.", "runs[2 * n - 1 - r]  ->  runs[2 * n - 2 - r]"),
     "order": ("The positions of a rank are in ascending order.",
             "[runs[r], runs[2 * n - 1 - r]]  ->  [runs[2 * n - 1 - r], runs[r]]"),
@@ -177,7 +175,8 @@ MISTAKES["zigzag"] = {
              "torch.arange(length).tensor_split(2 * n)  ->  torch.arange(length).split(-(-length // (2 * n)))",
              "torch.arange(length).tensor_split(2 * n)  ->  torch.arange(length // (2 * n) * 2 * n).chunk(2 * n)"]),
     "balance": ("""Add up p + 1 over the positions p of each rank. An early run goes with a late one: the r-th with the
-        r-th from the end.""", "runs[2 * n - 1 - r]  ->  runs[n + (n - r) % n]"),
+        r-th from the end.""",
+            ["runs[2 * n - 1 - r]  ->  runs[n + (n - r) % n]", "runs[2 * n - 1 - r]  ->  runs[n + r]"]),
 }
 
 
@@ -528,15 +527,13 @@ MISTAKES["balanced_step"] = {
              "best / best.sum(1, keepdim=True)  ->  best", "best / best.sum(1, keepdim=True)  ->  best.softmax(1)"]),
     "no-bias": ("The bias takes part in the choice, and only there: the scores without it become the weights.",
             ["(scores + bias).topk  ->  scores.topk", "scores.gather  ->  (scores + bias).gather"]),
-    "own-gradient": ("""The gate is the same on all ranks, so gate.grad has to be: the sum of the gradients of all
-        ranks' tokens, and not that of this rank's alone.""",
-            ["dist.all_reduce(gate.grad)  ->  dist.all_reduce(gate.grad.clone())",
+    "own-gradient": ("""The gate is the same on all ranks, so gate.grad has to be. The loss is divided by the tokens of
+        all ranks already, so it is the sum of the ranks' gradients: not this rank's alone, and not their mean.""",
+            ["dist.all_reduce(gate.grad)  ->  dist.all_reduce(gate.grad)\ngate.grad /= dist.get_world_size()",
+             "dist.all_reduce(gate.grad)  ->  dist.all_reduce(gate.grad.clone())",
              {"use(chosen, best / best.sum(1, keepdim=True)).backward()":
                   "use(chosen, best / best.sum(1, keepdim=True))",
               "all_reduce(gate.grad)": "all_reduce(gate.detach().clone())"}]),
-    "mean-gradient": ("""The loss is divided by the tokens of all ranks already, so the gradients of the ranks have to
-        be added up, and not averaged.""",
-            "dist.all_reduce(gate.grad)  ->  dist.all_reduce(gate.grad)\ngate.grad /= dist.get_world_size()"),
     "own-load": ("""The load was counted on this rank alone, so each rank would have a bias of its own. Count the
         choices of all ranks before you compare.""", "dist.all_reduce(load)  ->  dist.all_reduce(load.clone())"),
     "sign": ("""The bias changes by rate, however large the difference is: an expert that has too much to do becomes

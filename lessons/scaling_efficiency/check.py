@@ -298,10 +298,9 @@ MISTAKES["best_buckets"] = {
         the bucket travels.""", ["2 * (ranks - 1)  ->  (ranks - 1)", "/ n / ranks  ->  / n"]),
     "no-latency": ("""Every bucket pays 2(N-1) latencies, however small it is. Without them the smallest buckets would
         always be best.""", "latency_us * 1e-6 + travels  ->  travels"),
-    "all-hidden": ("""The last bucket is complete only when backward ends, and nothing is left to hide its all-reduce
-        behind.""", "piece + (n - 1) * max(piece, one) + one  ->  max(n * piece, n * one)"),
-    "no-start": ("The first bucket is complete only after 1/n of backward. Until then nothing can be sent.",
-            "piece + (n - 1) * max(piece, one) + one  ->  max(n * piece + one, n * one)"),
+    "all-hidden": ("""The first bucket is complete only after 1/n of backward: until then nothing can be sent. The last
+        one is complete when backward ends, and nothing is left to hide its all-reduce behind.""",
+            [f"piece + (n - 1) * max(piece, one) + one  ->  max(n * piece{more}, n * one)" for more in ("", " + one")]),
     "time": ("""The time does not belong to that number of buckets. Draw backward as n pieces, and the all-reduces below
         it: each begins when its piece has ended and the all-reduce before it has finished.""",
             "piece + (n - 1) * max(piece, one) + one  ->  piece + n * max(piece, one)"),

@@ -196,10 +196,9 @@ def plan(note, answer, running, waiting, budget, most, free, size):
 
 
 MISTAKES["plan"] = {
-    "prompts-first": ("Those who decode need one token each, and come before any prompt.",
-            "decoding + prefilling + waiting  ->  prefilling + decoding + waiting"),
-    "as-they-come": ("A prompt in front of somebody who decodes takes the budget that he needs.",
-            "decoding + prefilling + waiting  ->  running + waiting"),
+    "prompts-first": ("Those who decode need one token each, and come before any prompt, whoever runs for longer.",
+            ["decoding + prefilling + waiting  ->  prefilling + decoding + waiting",
+             "decoding + prefilling + waiting  ->  running + waiting"]),
     "whole-prompts": ("A prompt that is longer than what is left of the budget is cut; its rest comes later.",
             "if count < 1:  ->  if count < min(request.left, 12):"),
     "budget": ("The step computes more tokens than its budget.", "budget - count, places  ->  budget, places"),
