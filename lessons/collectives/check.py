@@ -285,10 +285,8 @@ RIGHT["ragged_all_gather"] = {
 MISTAKES["gradient_all_reduce_seconds"] = {
     "gigabits": ("Gb stands for gigabits, GB for gigabytes.", ["1e9 / 8  ->  1e9", "1e9 / 8  ->  1e9 * 8"]),
     "gibi": ("Link speeds count in powers of ten: 1 Gb = 10⁹ bits.", "1e9  ->  2**30"),
-    "no-factor": ("S / bandwidth is the time to send the tensor once. In a ring each rank sends a different amount.",
-            "2 * (ranks - 1) / ranks  ->  1"),
-    "limit": ("""2·S is what each rank of a ring sends in the limit of very many ranks. With N ranks it is a little
-        less: how much?""", "2 * (ranks - 1) / ranks  ->  2"),
+    "no-factor": ("""In a ring each rank sends more than S, and a little less than 2·S, which is the limit of very many
+        ranks: how much?""", [f"2 * (ranks - 1) / ranks  ->  {factor}" for factor in (1, 2)]),
     "half": ("That is the reduce-scatter alone. The all-gather takes as long again.",
             "2 * (ranks - 1) / ranks  ->  (ranks - 1) / ranks"),
     "whole-tensor": ("In a ring only shards travel, 1/N of the tensor in each of the 2(N-1) steps.",
@@ -303,10 +301,9 @@ MISTAKES["bandwidths"] = {
             "algbw, algbw * factor  ->  algbw * factor, algbw"),
     "divided": ("For an all-reduce of 8 ranks, the bus bandwidth is the larger of the two.",
             "algbw * factor  ->  algbw / factor"),
-    "one-factor": ("2(N-1)/N belongs to the all-reduce. The others send less.",
-            "get(op, share)  ->  get('all_reduce')"),
-    "gather-factor": ("""(N-1)/N belongs to all-gather, reduce-scatter and all-to-all. Not every collective is of that
-        kind.""", "get(op, share)  ->  get('all_gather', share)"),
+    "one-factor": ("""2(N-1)/N belongs to the all-reduce, (N-1)/N to all-gather, reduce-scatter and all-to-all. Not
+        every collective is of one kind.""",
+            ["get(op, share)  ->  get('all_reduce')", "get(op, share)  ->  get('all_gather', share)"]),
     "no-factor": ("The bus bandwidth corrects S/t by the bytes that a rank really has to send.",
             "get(op, share)  ->  get('broadcast')"),
 }
