@@ -203,9 +203,8 @@ MISTAKES["data_parallel"] = {
              "for _, p in module.named_parameters(remove_duplicate=False):",
              f"{DIVIDED}  ->  for _, q in module.named_parameters(remove_duplicate=False):\n"
              "    p.grad /= dist.get_world_size() ** (p is q)"]),
-    "sum": ("all_reduce sums. Divide by the number of ranks, once.", f"{DIVIDED}  ->  pass"),
-    "divided-twice": ("The gradient is too small by a factor of N: it is divided by the number of ranks twice.",
-            f"{DIVIDED}  ->  {DIVIDED} ** 2"),
+    "sum": ("This is not the mean over the ranks: all_reduce sums, and the sum is divided by their number, once.",
+            [f"{DIVIDED}  ->  pass", f"{DIVIDED}  ->  {DIVIDED} ** 2"]),
     "own-gradient": ("""This rank still has its own gradient: it was not averaged, or the mean was not written back into
         p.grad.""", "return finish  ->  return lambda: None"),
     "leftover": (SHARED["leftover"], "def finish():  ->  "

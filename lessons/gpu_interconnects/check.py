@@ -297,10 +297,9 @@ MISTAKES["widest_path"] = {
             ["return bandwidth  ->  return 1 / sum(1 / link[2] for link in path)",
              "return bandwidth  ->  return sum(link[2] for link in path)",
              "return bandwidth  ->  return sum(link[2] for link in path) / len(path)"]),
-    "first-link": ("""That is the bandwidth of the first link of the path, or of the fastest. Any of its links may be
-        the slowest.""", [f"{RESULT}  ->  return path[-1][2], path[-1][:2]", "min(path  ->  max(path"]),
-    "slowest-of-all": ("""That is the bandwidth of the slowest link of the whole machine. The path need not use that
-        link.""", "min(path  ->  min(links"),
+    "other-link": ("""That is the bandwidth of the first link of the path, of its fastest, or of the slowest of the
+        whole machine. What limits is a link of the path, and any of them may be its slowest.""",
+            [f"{RESULT}  ->  return path[-1][2], path[-1][:2]", "min(path  ->  max(path", "min(path  ->  min(links"]),
     "direction": ("A link works both ways, whichever of its devices is named first.", [ONE_WAY,
              ONE_WAY | {FASTEST: f"if not leaving:\n    return None\n{FASTEST}"}]),
     "bottleneck": ("""The bandwidth is right. The second result should name the two ends of a link on such a path whose
