@@ -46,7 +46,7 @@ def marked(mark: str) -> list[psutil.Process]:
     return found
 
 
-def left_behind(mark: str, folder: Path, seconds: float = 20.0) -> list[str]:
+def left_behind(mark: str, folder: Path, seconds: float = 60.0) -> list[str]:
     """What still exists once `seconds` have passed: marked processes, files in `folder`, shared memory of the dead."""
     pids = {p.pid for p in marked(mark)}
     deadline = time.monotonic() + seconds
@@ -133,7 +133,7 @@ class Kernel:
         cell.id = self.client.execute(code, allow_stdin=bool(answers))
         return cell
 
-    def talk(self, code: str, *answers: str | None, timeout: float = 60.0) -> Cell:
+    def talk(self, code: str, *answers: str | None, timeout: float = 120.0) -> Cell:
         """Run a cell with somebody at the page, who answers what it asks; None presses the stop button."""
         return self.pump(self._start(code, [*answers]), timeout=timeout)
 
@@ -148,7 +148,7 @@ class Kernel:
         else:
             self.client.input(answer)
 
-    def pump(self, cell: Cell, until=lambda cell: cell.done, timeout: float = 60.0) -> Cell:
+    def pump(self, cell: Cell, until=lambda cell: cell.done, timeout: float = 120.0) -> Cell:
         """Take in messages until `until(cell)`; fail past `timeout`."""
         deadline = time.monotonic() + timeout
         while not until(cell):
@@ -185,21 +185,21 @@ class Kernel:
         if kind in ("stream", "display_data", "execute_result", "error"):
             cell.order.append(kind)
 
-    def run(self, code: str, timeout: float = 60.0) -> Cell:
+    def run(self, code: str, timeout: float = 120.0) -> Cell:
         """Run a cell to its end, whatever that is."""
         return self.pump(self.start(code), timeout=timeout)
 
-    def good(self, code: str, timeout: float = 60.0) -> Cell:
+    def good(self, code: str, timeout: float = 120.0) -> Cell:
         """Run a cell that must not raise."""
         cell = self.run(code, timeout)
         assert not cell.error, f"{code}\n{cell.out}{cell.err}\n{cell.error}"
         return cell
 
-    def start_until(self, code: str, text: str, timeout: float = 60.0) -> Cell:
+    def start_until(self, code: str, text: str, timeout: float = 120.0) -> Cell:
         """Send a cell and wait until it has shown `text` (while it still runs)."""
         return self.pump(self.start(code), lambda cell: text in cell.out + cell.err, timeout)
 
-    def interrupt(self, cell: Cell, timeout: float = 30.0) -> Cell:
+    def interrupt(self, cell: Cell, timeout: float = 120.0) -> Cell:
         """Interrupt the running cell as the stop button does, and wait until it has ended."""
         self.manager.interrupt_kernel()
         return self.pump(cell, timeout=timeout)
@@ -254,7 +254,7 @@ class Script:
         )
         os.set_blocking(self.process.stdout.fileno(), False)
 
-    def read(self, until: str | None, timeout: float = 60.0) -> str:
+    def read(self, until: str | None, timeout: float = 120.0) -> str:
         """Read on until the text `until` (or, for None, the script's end) and return what came since the last call."""
         deadline = time.monotonic() + timeout
         while True:
@@ -269,7 +269,7 @@ class Script:
                 raise AssertionError(f"{why} without {until!r}:\n{self.text}")
             time.sleep(0.01)
 
-    def finish(self, timeout: float = 60.0) -> str:
+    def finish(self, timeout: float = 120.0) -> str:
         """Wait for the end, which must be a clean one; return all it printed."""
         self.read(None, timeout)
         assert self.process.returncode == 0, self.text

@@ -58,7 +58,7 @@ def failure(kind: type[Exception], function: Callable, *args, **options) -> Work
     return error
 
 
-def ended(pids: list[int], seconds: float = 10.0) -> bool:
+def ended(pids: list[int], seconds: float = 60.0) -> bool:
     """Whether all these processes end within `seconds`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

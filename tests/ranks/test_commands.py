@@ -73,35 +73,7 @@ def test_a_killed_host_loses_all_its_processes_at_once_and_may_start_again():
     assert run.exit_codes == [0, 0] and lines.count("node1 | step 1") == 2
 
 
-def test_a_terminated_program_may_say_how_it_ended(tmp_path):
-    """Not the shell, which would end before the program that it waits for."""
-    (tmp_path / "program.py").write_text(
-        "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\nprint('ready')\nsignal.pause()\n"
-    )
-    run = run_on_hosts(f"A=1 python {tmp_path}/program.py", hosts=1, when=[("ready", "terminate node0")])
-    assert run.exit_codes == [75]
-
-
-def test_a_host_joins_when_a_line_asks_for_it():
-    run = run_on_hosts(COUNT.format(6), when=[(r"node0 \| step 3", "start node1")])
-    lines = run.lines()
-    assert lines.index("node0 | step 3") < lines.index("-- node1 started") < lines.index("node1 | step 1")
-
-
 # --- what is refused, and what goes wrong --------------------------------------------------------------------------
-
-
-REFUSED = [
-    (["true"], {}, "1 command lines for 2 hosts"),
-    ("true", {"when": [("a", "burn node1")]}, "'kill node1', 'terminate node1', 'unplug node1'"),
-]
-
-
-def test_what_makes_no_sense_is_refused():
-    for command, options, said in REFUSED:
-        with pytest.raises((TypeError, ValueError)) as caught:
-            run_on_hosts(command, **options)
-        assert said in str(caught.value)
 
 
 def test_past_its_time_the_last_lines_of_each_host_are_shown_and_all_ends(started):

@@ -18,8 +18,8 @@ from calls import ended
 from conftest import missing
 from kernels import Script, left_behind, marked
 
-from course_utils import HangError, WorkerError, launch, shutdown
-from lessons.multi_node.hosts import hosts_available, side_by_side
+from course_utils import HangError, launch, shutdown
+from lessons.multi_node.hosts import hosts_available
 
 pytestmark = pytest.mark.guard(90)
 
@@ -93,23 +93,6 @@ def test_hosts_have_names_addresses_networks_and_the_variables_of_torchrun(tmp_p
 # --- bytes between hosts -------------------------------------------------------------------------------------------
 
 
-def test_what_leaves_a_host_is_counted_and_what_stays_in_it_is_not():
-    """A ring through 4 ranks crosses from each host to the other once, with 2 · 3/4 of the tensor."""
-    size = 1 << 20
-
-    def reduce():
-        x = torch.ones(size // 4)
-        if dist.get_rank() % 2 == 0:
-            dist.send(x, dist.get_rank() + 1)  # of the same host
-        else:
-            dist.recv(x, dist.get_rank() - 1)
-        dist.all_reduce(x)
-
-    results = launch(reduce, world_size=4, hosts=2, link="100mbit")
-    for left in results.left_host:
-        assert 1.5 * size <= left <= 1.12 * 1.5 * size  # headers and acknowledgements
-
-
 # --- warm and cold ranks -------------------------------------------------------------------------------------------
 
 
@@ -121,18 +104,6 @@ def test_ranks_stay_warm_while_other_calls_come_between():
 
 
 # --- failures ------------------------------------------------------------------------------------------------------
-
-
-def test_an_error_names_rank_and_host_and_the_next_call_works():
-    def fail():
-        if dist.get_rank() == 3:
-            raise ValueError("mine")
-        dist.barrier()
-
-    with pytest.raises(WorkerError, match="rank 3 on node1 failed: ValueError: mine") as caught:
-        launch(fail, world_size=4, hosts=2)
-    assert [row.split()[:2] for row in caught.value.states[:4]] == [[str(r), f"node{r // 2}"] for r in range(4)]
-    all_is_well_on_hosts()
 
 
 def test_a_hang_says_on_which_host_each_rank_waits():
@@ -149,22 +120,6 @@ def test_a_hang_says_on_which_host_each_rank_waits():
     assert states[:3] == [[str(rank), f"node{rank // 2}", "waits", "all_reduce"] for rank in range(3)]
     assert states[3][:3] == ["3", "node1", "runs"]
     all_is_well_on_hosts()
-
-
-def test_side_by_side_calls_run_at_the_same_time_on_hosts_of_their_own(tmp_path):
-    def meet(name: str, other: str) -> list[str]:
-        def work():
-            (tmp_path / name).touch()
-            while not (tmp_path / other).exists():
-                time.sleep(0.01)
-            return os.readlink("/proc/self/ns/net")
-
-        return launch(work, world_size=2, hosts=2)
-
-    kept = {network for _, network, _ in launch(place, world_size=2, hosts=2)}
-    one, two = side_by_side([lambda: meet("one", "two"), lambda: meet("two", "one")])
-    assert len({*one, *two} | kept) == 6
-    assert {network for _, network, _ in launch(place, world_size=2, hosts=2)} == kept  # as warm as before
 
 
 # --- faults --------------------------------------------------------------------------------------------------------

@@ -208,18 +208,6 @@ def test_a_rank_computes_with_one_thread():
     assert launch(torch.get_num_threads, world_size=2) == [1, 1]
 
 
-def test_workers_stay_warm_between_calls_and_shutdown_ends_them():
-    first = launch(os.getpid, world_size=4)
-    assert launch(os.getpid, world_size=4) == first
-    assert len(set(first)) == 4 and os.getpid() not in first
-    shutdown()
-    psutil.wait_procs([psutil.Process(pid) for pid in first if psutil.pid_exists(pid)], timeout=20)
-    assert not any(psutil.pid_exists(pid) for pid in first)
-    assert not set(first) & set(launch(os.getpid, world_size=4))
-    shutdown()
-    shutdown()
-
-
 # --- output --------------------------------------------------------------------------------------------------------
 
 
@@ -314,16 +302,6 @@ def test_a_deprecation_of_pytorchs_is_shown_once_in_a_kernel(capsys):
     shutdown()
     launch(work, world_size=2)
     assert capsys.readouterr().out == "[ranks 0,1] done\n"
-
-
-def test_reading_standard_input_in_a_rank_fails_at_once():
-    def ask():
-        try:
-            return input("name? ")
-        except (EOFError, OSError) as error:
-            return type(error).__name__
-
-    assert set(launch(ask, world_size=2)) <= {"EOFError", "OSError"}
 
 
 # --- where it can be called from -----------------------------------------------------------------------------------

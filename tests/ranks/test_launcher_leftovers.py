@@ -1,18 +1,21 @@
-"""Promises about what calls leave: forks of a rank, processes in sessions of their own, files of data loaders."""
+"""Promises about what calls leave: forks of a rank, processes in sessions of their own, files; and how ranks end."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
+import threading
 import time
 
+import psutil
 import pytest
 import torch.distributed as dist
 from calls import all_is_well
 from kernels import Script, left_behind, marked
 
 from course_utils import launch, shutdown
+from course_utils.ranks import processes
 
 pytestmark = pytest.mark.guard(60)
 
@@ -33,10 +36,12 @@ def test_the_results_are_the_parents_when_a_forked_child_goes_on():
 
 def test_what_a_child_prints_after_its_call_is_shown_in_no_later_one(tmp_path, capsys):
     def work():
-        subprocess.Popen(f"sleep 0.3; echo ghost; touch {tmp_path}/{dist.get_rank()}", shell=True)
+        child = f"until test -e go; do sleep 0.05; done; echo ghost; touch {dist.get_rank()}"
+        subprocess.Popen(child, shell=True, cwd=tmp_path)
 
     launch(work, world_size=2)
-    while len([*tmp_path.iterdir()]) < 2:
+    (tmp_path / "go").touch()
+    while len([*tmp_path.iterdir()]) < 3:
         time.sleep(0.05)
     launch(lambda: print("mine"), world_size=2)
     assert capsys.readouterr().out == "[ranks 0,1] mine\n"
@@ -46,32 +51,27 @@ def test_what_a_child_prints_after_its_call_is_shown_in_no_later_one(tmp_path, c
 
 CHILDREN = """
 import os, subprocess, sys, time
+from course_utils import launch
 
 def children():
     own = subprocess.Popen(["sleep", "1000"], start_new_session=True)
     code = "import subprocess as s; print(s.Popen(['sleep', '1000'], start_new_session=True, stdout=-3, stderr=-3).pid)"
-    text = subprocess.run([sys.executable, "-c", code], start_new_session=True, capture_output=True, text=True).stdout
-    return own.pid, int(text)
-"""
-
-
-@pytest.mark.parametrize("end", ["normal", "SIGTERM", "SIGKILL"])
-def test_children_in_sessions_of_their_own_end_with_the_notebook(end):
-    with Script(f"""
-{CHILDREN}
-from course_utils import launch
+    subprocess.run([sys.executable, "-c", code], start_new_session=True, capture_output=True)
 
 launch(children, world_size=2)
 print("there", flush=True)
-if {end != "normal"}:
-    time.sleep(1000)
-""") as script:
+"""
+
+
+@pytest.mark.parametrize("end", ["normal", "SIGKILL"])
+def test_children_in_sessions_of_their_own_end_with_the_notebook(end):
+    with Script(CHILDREN + ("" if end == "normal" else "time.sleep(1000)")) as script:
         script.read("there")
         if end == "normal":
             script.finish()
         else:
             assert len([p for p in marked(script.mark) if p.name() == "sleep"]) >= 4
-            os.kill(script.process.pid, getattr(signal, end))
+            os.kill(script.process.pid, signal.SIGKILL)
         assert not left_behind(script.mark, script.temporary)
 
 
@@ -151,10 +151,8 @@ time.sleep(1000)
         os.kill(script.process.pid, signal.SIGSTOP)
         os.kill(server, signal.SIGKILL)
         os.kill(script.process.pid, signal.SIGKILL)
-        deadline = time.monotonic() + 20
-        while marked(script.mark) and time.monotonic() < deadline:
+        while marked(script.mark):
             time.sleep(0.05)
-        assert not marked(script.mark)
         left = os.listdir(script.temporary)
         assert len(left) <= 1 and all(name.startswith("course-") for name in left), left
         with Script(SMALL, TMPDIR=str(script.temporary)) as after:
@@ -193,3 +191,46 @@ def test_the_store_of_a_group_is_there_until_its_ranks_have_ended_the_group(tmp_
     assert [path.read_text() for path in sorted(tmp_path.iterdir())] == ["True", "True"]
     assert not os.path.exists(stores[0])
     shutdown()
+
+
+# --- interrupts and other threads while ranks end --------------------------------------------------------------------
+
+
+def test_an_interrupt_of_shutdown_strikes_when_the_ranks_have_ended(monkeypatch):
+    pids = launch(os.getpid, world_size=2)
+    kill = processes.kill
+
+    def interrupted(workers):
+        os.kill(os.getpid(), signal.SIGINT)
+        kill(workers)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(processes, "kill", interrupted)
+        shutdown()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    all_is_well()
+
+
+def test_shutdown_ends_the_call_of_another_thread(tmp_path):
+    said = []
+
+    def stay():
+        (tmp_path / str(dist.get_rank())).touch()
+        time.sleep(80)
+
+    def call():
+        try:
+            launch(stay, world_size=2)
+        except RuntimeError as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    while len(list(tmp_path.iterdir())) < 2:
+        time.sleep(0.05)
+    with pytest.raises(RuntimeError, match=r"another launch is running on the ranks; .* end it: shutdown\(\)"):
+        launch(os.getpid)
+    shutdown()
+    thread.join()
+    assert said == ["shutdown() has ended the ranks of this call"]
+    all_is_well()

@@ -33,28 +33,6 @@ def _space(pid: int) -> str | None:
         return None
 
 
-def test_each_host_has_its_name_and_address(cluster):
-    said = cluster.run("srun --nodes=2 --label sh -c 'hostname; ip -4 -o address show eth0'").splitlines()
-    assert {line.partition(": ")[2] for line in said if "eth0" not in line} == {"node0", "node1"}
-    assert sorted(line.split()[4] for line in said if "eth0" in line) == ["10.97.0.1/24", "10.97.0.2/24"]
-
-
-def test_a_job_that_asks_for_it_runs_again(cluster, tmp_path):
-    script = tmp_path / "job.sh"
-    script.write_text('#!/bin/bash\n'
-                      f'#SBATCH --nodes=2 --requeue --open-mode=append --output={tmp_path}/%j.out\n'
-                      'echo "restart ${SLURM_RESTART_COUNT:-0} with $1 and $WORD"\n'
-                      'if [ -z "$SLURM_RESTART_COUNT" ]; then scontrol requeue $SLURM_JOB_ID; sleep 60; fi\n'
-                      'srun hostname\n')
-    job = cluster.submit("--time=5", script, "argument", env={"WORD": "environment"})
-    said = cluster.wait(job)
-    assert (said["JobState"], said["Restarts"], said["TimeLimit"]) == ("COMPLETED", "1", "00:05:00")
-    first, second, *hosts = (tmp_path / f"{job}.out").read_text().splitlines()
-    assert first == "restart 0 with argument and environment"
-    assert "restart 1 with argument and environment" in [second, *hosts]
-    assert {"node0", "node1"} <= {second, *hosts}
-
-
 def test_a_command_that_fails_says_why(cluster, tmp_path):
     with pytest.raises(RuntimeError, match="exit status 1\nsbatch: error: .*no-such-file"):
         cluster.submit(tmp_path / "no-such-file")
