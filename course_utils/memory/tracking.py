@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook as _AFTER_STEP
 from torch.optim.optimizer import register_optimizer_step_pre_hook as _BEFORE_STEP
@@ -109,7 +110,7 @@ class Tracker(TorchDispatchMode):
         self._before: list[tuple[int, int]] = []  # storages older than the tracker: number, bytes
         self._events: list[tuple[int, int]] = []  # number, change of its bytes
         self._marks: list[tuple[str, int]] = []  # label, events so far
-        self._in_flight: list[tuple[Entry, list[int]]] = []  # addresses of what an operation keeps
+        self._in_flight: list[tuple[Entry, list[StorageWeakRef]]] = []  # what an operation keeps
         self._open = False
         for part, tensor in _claims(model, optimizer):
             for storage in _storages(tensor):  # an empty parameter is sharded by hand; to fill it is to gather it
@@ -202,7 +203,7 @@ class Tracker(TorchDispatchMode):
         else:
             before = [storage_use_count(storage._cdata) for storage in used]
             result = func(*args, **(kwargs or {}))
-            grown = [s._cdata for s, uses in zip(used, before, strict=True) if storage_use_count(s._cdata) > uses]
+            grown = [StorageWeakRef(s) for s, n in zip(used, before, strict=True) if storage_use_count(s._cdata) > n]
             if grown and interceptor.pending:
                 self._in_flight.append((interceptor.pending[-1][0], grown))
             for number in numbers:
@@ -217,13 +218,14 @@ class Tracker(TorchDispatchMode):
         """Wait until finished operations have dropped their tensors: the ledger keeps them, then a thread of gloo."""
         if not self._in_flight:
             return
-        before = {a: storage_use_count(a) for _, addresses in self._in_flight for a in addresses if a in self._known}
+        # A weak reference keeps the address readable, even if a thread frees the storage in this moment.
+        before = {ref: storage_use_count(ref.cdata) for _, refs in self._in_flight for ref in refs}
         interceptor.settle()
         pending = {id(entry) for entry, _ in interceptor.pending}
-        over = [a for entry, addresses in self._in_flight if id(entry) not in pending for a in addresses]
+        over = [ref for entry, refs in self._in_flight if id(entry) not in pending for ref in refs]
         self._in_flight = [flight for flight in self._in_flight if id(flight[0]) in pending]
         until = time.monotonic() + _PATIENCE
-        while any(a in self._known and before.get(a) == storage_use_count(a) for a in over):
+        while any(0 < storage_use_count(ref.cdata) == before[ref] for ref in over):
             if time.monotonic() > until:
                 break
             time.sleep(1e-5)
