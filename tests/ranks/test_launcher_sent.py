@@ -83,6 +83,6 @@ def test_nor_does_it_reach_programs_under_torchrun_and_doctor_names_it(monkeypat
     program.write_text("import os; print(*[n for n in ('NODE_RANK', 'SLURM_PROCID') if n in os.environ], 'end')")
     for name, value in FOREIGN.items():
         monkeypatch.setenv(name, value)
-    assert torchrun(program, ranks=2).split() == ["end", "end"]
+    assert "".join(torchrun(program, ranks=2).split()) == "endend"  # ranks may write into one line
     assert doctor()
     assert "rank 3 of 8 of another job" in capsys.readouterr().out

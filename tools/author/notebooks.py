@@ -92,11 +92,14 @@ def strip(nb: NotebookNode) -> NotebookNode:
 def local_sockets(folder: str | os.PathLike) -> Config:
     """Configuration of one kernel whose sockets are files in ``folder``, where the system has such sockets.
 
+    It also waits a minute, in place of four seconds, for what a cell has said when the machine is busy.
+
     Jupyter chooses ports that are free, and the kernel opens them a second later: by then a rank may have taken one.
     """
+    patience = {"iopub_timeout": 60}
     if os.name == "nt":
-        return Config()
-    return Config(KernelManager={"transport": "ipc", "connection_file": str(Path(folder, "kernel.json"))})
+        return Config(NotebookClient=patience)
+    return Config(NotebookClient=patience, KernelManager={"transport": "ipc", "connection_file": str(Path(folder, "kernel.json"))})
 
 
 async def execute(nb: NotebookNode, path: Path, timeout: int = 300) -> NotebookNode:
