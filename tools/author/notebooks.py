@@ -96,10 +96,10 @@ def local_sockets(folder: str | os.PathLike) -> Config:
 
     Jupyter chooses ports that are free, and the kernel opens them a second later: by then a rank may have taken one.
     """
-    patience = {"iopub_timeout": 60}
-    if os.name == "nt":
-        return Config(NotebookClient=patience)
-    return Config(NotebookClient=patience, KernelManager={"transport": "ipc", "connection_file": str(Path(folder, "kernel.json"))})
+    config = Config(NotebookClient={"iopub_timeout": 60})
+    if os.name != "nt":
+        config.KernelManager = {"transport": "ipc", "connection_file": str(Path(folder, "kernel.json"))}
+    return config
 
 
 async def execute(nb: NotebookNode, path: Path, timeout: int = 300) -> NotebookNode:
