@@ -98,7 +98,7 @@ def local_sockets(folder: str | os.PathLike) -> Config:
     """
     config = Config(NotebookClient={"iopub_timeout": 60})
     if os.name != "nt":
-        config.KernelManager = {"transport": "ipc", "connection_file": str(Path(folder, "kernel.json"))}
+        config.KernelManager.update(transport="ipc", connection_file=str(Path(folder, "kernel.json")))
     return config
 
 
