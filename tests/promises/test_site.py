@@ -24,12 +24,13 @@ AXE = "axe-core@4.14.1"
 AXED = ("index", "notebooks/00_start_here", "exercises/02_collectives_exercises", "solutions/02_collectives_solutions",
         "reference/launch", "scripts/where", "docs/install")  # a page of each kind
 ADDRESSES = {"repository": "https://github.com/someone/course", "site": "https://someone.github.io/course"}
+# A cell with a field asks, and may print what it asks about.
 ANSWERED = """() => Array.from(document.querySelectorAll('.alert')).filter(box => box.innerText.startsWith('Predict'))
     .flatMap(box => {
         const seen = [];
         for (let node = box.nextElementSibling; node && node.tagName !== 'DETAILS'; node = node.nextElementSibling)
             seen.push(...Array.from(node.querySelectorAll('.cell_output')).filter(output => output.checkVisibility())
-                .map(output => output.innerText.trim()).filter(text => !text.startsWith('Your prediction')));
+                .map(output => output.innerText.trim()).filter(text => !text.includes('Your prediction')));
         return seen;
     })"""
 LOOK = """() => {
