@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,11 +19,12 @@ def test_each_timed_exchange_follows_one_that_is_not_and_sizes_take_turns():
     assert launch(on_this_rank, world_size=1) == [([1, 1, 2, 2, 3, 3] * measured.ROUNDS, 3)]
 
 
-@pytest.mark.parametrize(("seconds", "least", "most"), [(0.03, 5, 5), (0.002, 6, 50)])
-def test_calls_are_repeated_five_times_and_until_enough_time_has_passed(seconds, least, most):
-    calls = []
-    assert seconds <= measured.best_seconds(lambda: calls.append(time.sleep(seconds + (not calls)))) < 1
-    assert least <= len(calls) - 1 <= most  # the slow first does not count
+@pytest.mark.parametrize(("seconds", "count"), [(1 / 32, 5), (1 / 512, 52)])
+def test_calls_are_repeated_five_times_and_until_enough_time_has_passed(monkeypatch, seconds, count):
+    now = [0.0]
+    monkeypatch.setattr(measured, "time", SimpleNamespace(perf_counter=lambda: sum(now)))
+    assert measured.best_seconds(lambda: now.append(seconds if len(now) > 1 else 1.0)) == seconds
+    assert len(now) - 2 == count  # the slow first does not count
 
 
 def test_a_line_says_what_was_fitted_and_how_sure_it_is():
