@@ -33,12 +33,7 @@ def test_the_training_job_follows_the_schema(job):
 @pytest.mark.parametrize(("path", "field", "value", "message"), [
     (["spec", "trainer"], "numNode", 2, "'numNode' was unexpected"),
     (["spec", "trainer"], "numNodes", "two", "'two' is not of type 'integer'"),
-    (["spec", "trainer"], "numNodes", -1, "-1 is less than the minimum of 0"),
-    (["spec", "trainer"], "args", ["--steps", 100], "100 is not of type 'string'"),
     (["spec"], "runtimeRef", {}, "'name' is a required property"),
-    (["spec"], "template", {}, "'template' was unexpected"),
-    (["metadata"], "name", "Train_1", "does not match"),
-    ([], "kind", "PyTorchJob", "'TrainJob' was expected"),
 ])
 def test_a_slip_is_refused(job, path, field, value, message):
     wrong = copy.deepcopy(job)
@@ -94,10 +89,7 @@ def test_the_skypilot_task_follows_the_schema(task):
 
 @pytest.mark.parametrize(("path", "field", "value", "message"), [
     ([], "num_node", 2, "'num_node' was unexpected"),
-    ([], "num_nodes", "two", "'two' is not of type 'integer'"),
-    (["resources"], "use_spots", True, "'use_spots' was unexpected"),
     (["resources"], "job_recovery", {"max_restarts_on_errors": -1}, "is not valid under any of the given schemas"),
-    (["volumes"], "/checkpoints", 1, "1 is not of type 'string'"),
 ])
 def test_a_slip_in_the_skypilot_task_is_refused(task, path, field, value, message):
     place = task

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from conftest import ROOT
 
 from tools.author.rooms import texts
@@ -57,11 +56,10 @@ def test_who_imports_what():
     assert not wrong
 
 
-@pytest.mark.parametrize("module", FORMULAS)
-def test_formulas_start_no_process_and_load_no_torch(module: str):
+def test_formulas_start_no_process_and_load_no_torch():
     """So each is there in well under a second: torch alone takes one to three."""
     code = (
-        f"import sys, {module}\n"
+        f"import sys, {', '.join(FORMULAS)}\n"
         "from multiprocessing import forkserver\n"
         "import psutil\n"
         "assert forkserver._forkserver._forkserver_pid is None and not psutil.Process().children(True)\n"

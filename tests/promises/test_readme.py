@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 from conftest import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -28,13 +27,3 @@ def test_links_of_the_page_work(page: Path):
         file = page.parent / path if path else page
         assert file.exists(), target
         assert not anchor or anchor in anchors(file), target
-
-
-def test_licences_are_stated_alike():
-    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    assert cited["license"] == ["MIT", "CC-BY-4.0"]
-    title = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
-    text = (ROOT / "LICENSE-text").read_text(encoding="utf-8")
-    assert cited["title"] == title and title in text
-    assert text.startswith("SPDX-License-Identifier: CC-BY-4.0\n")
-    assert (ROOT / "LICENSE").read_text(encoding="utf-8").startswith("MIT License\n")
