@@ -62,7 +62,7 @@ WITH_EXTRA = {
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--thorough", action="store_true",
-        help="every lesson with 2 and with 3 ranks, and all of it through the browser's menu (half as long again)",
+        help="every lesson with 2 and with 3 ranks, its deeper sections too; the ePub; more (half as long again)",
     )
     parser.addoption("--quick", action="store_true", help="only tests that start no rank")
 
