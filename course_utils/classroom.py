@@ -1,4 +1,4 @@
-"""What learners who have joined tell an instructor's dashboard: checks, hints, predictions (docs/instructor.md)."""
+"""What those who have joined tell an instructor's dashboard: checks, hints, predictions, how a lesson was."""
 
 from __future__ import annotations
 
@@ -9,11 +9,17 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
-from .predictions import learners_copy
+from .predictions import buttons, learners_copy
 
 __all__ = ["join_class"]
+
+#: What is asked at the end of a lesson: choices, or None where the answer is in words of one's own.
+SURVEY: dict[str, list[str] | None] = {
+    "the pace": ["too slow", "right", "too fast"], "one thing learnt": None, "one thing unclear": None,
+}
 
 _here: dict[str, Any] = {}  # outside of a learner's copy, in whose class.json it stands for all its notebooks
 _SECONDS = 2.0  # that a thread waits for the dashboard
@@ -54,13 +60,36 @@ def telling(check: Callable) -> Iterator[None]:
 
 def tell(**what: Any) -> None:
     """Tell the dashboard, if its learner has joined: in a thread, and what goes wrong there is nobody's concern."""
-    if (mine := _mine()).get("until", 0) > time.time():
+    if mine := _joined():
         threading.Thread(target=_tried, args=(mine, what), daemon=True).start()
+
+
+def survey() -> list[Any]:
+    """Show fields that ask how the lesson was to whoever has joined, and nothing to others; return the fields."""
+    if not _joined():
+        return []
+    import ipywidgets as widgets
+    from IPython.display import display
+
+    number = Path(os.environ.get("JPY_SESSION_NAME", "")).name[:2]  # of the lesson, in JupyterLab
+    fields = [buttons(choices) if choices else widgets.Text(continuous_update=False) for choices in SURVEY.values()]
+    for about, field in zip(SURVEY, fields, strict=True):
+        asked = f"{number} {about}" if number.isdigit() else about
+        field.observe(lambda change, asked=asked: tell(question=asked, said=change["new"][:120]), "value")
+    rows = [widgets.HBox([widgets.Label(about), field]) for about, field in zip(SURVEY, fields, strict=True)]
+    told = "How was it? Your instructor sees what the class says, without names, as soon as you press Enter."
+    display(widgets.VBox([widgets.Label(told), *rows]))
+    return fields
 
 
 def _tried(mine: dict[str, Any], what: dict[str, Any]) -> None:
     with contextlib.suppress(Exception):
         _post(mine, what)
+
+
+def _joined() -> dict[str, Any]:
+    mine = _mine()
+    return mine if mine.get("until", 0) > time.time() else {}
 
 
 def _mine() -> dict[str, Any]:

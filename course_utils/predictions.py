@@ -159,6 +159,9 @@ def predict(about: str, choices: Sequence[str] = (), *, unit: str = "") -> Predi
 
 
 def predictions() -> None:
-    """Print how the predictions of this notebook came out."""
+    """Print how the predictions of this notebook came out; in a class, ask how the lesson was."""
+    from .classroom import survey
+
     told = [made.gap() for made in _made.values() if made.said is not None and made.result is not None]
     print("\n".join(told) or "You have committed to no prediction in this notebook.")
+    survey()

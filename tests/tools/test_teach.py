@@ -161,7 +161,12 @@ def test_a_learner_joins_by_a_line_until_the_end(port: int, room: Classroom, tmp
     with pytest.raises(CheckFailed):
         check.bandwidths(lambda *args: (1.0, 2.0, 3.0))
     told('"Ada"', '[1.5, null]', '{"collectives.bandwidths": {"": 1}}')
+    monkeypatch.setenv("JPY_SESSION_NAME", "/work/notebooks/02_collectives.ipynb")
+    pace, learnt, _ = classroom.survey()
+    pace.value, learnt.value = "right", "<i>" + 200 * "x"
+    told('"02 the pace": ["right", null]', '"02 one thing learnt": ["<i>xxx')
     classroom.join_class(hours=0)
+    assert classroom.survey() == []
     predict("sent by each of 4 ranks", unit="GB").say("2")
     with pytest.raises(CheckFailed):
         check.all_gather_seconds(right)

@@ -16,11 +16,9 @@ import nbformat
 
 from course_utils.check import hints_of
 from course_utils.check.hints import COMMON_HINTS, PAPER_HINTS
+from course_utils.classroom import SURVEY
 from tools.grade.hand_ins import assignments
 
-SURVEY: dict[str, list[str] | None] = {
-    "the pace": ["too slow", "right", "too fast"], "one thing learnt": None, "one thing unclear": None,
-}
 SAID = {"anyOf": [{"type": "number", "minimum": -1e15, "maximum": 1e15}, {"type": "string", "maxLength": 120}]}
 EVENT = {
     "type": "object", "additionalProperties": False, "required": ["who", "name"],
@@ -46,13 +44,14 @@ def hints(lesson: str, checks: list[str]) -> dict[str, dict[str, str]]:
 
 
 def questions(root: Path, only: tuple[str, ...] = ("",)) -> dict[str, list[str] | None]:
-    """Every prediction of the lessons, and the survey: choices, none where a number is asked for; None: any text."""
+    """Predictions and survey of each lesson: choices, none where a number is asked for; None: any text."""
     found: dict[str, list[str] | None] = {}
     paths = [path for path in (root / "notebooks").glob("*.ipynb") if path.name.startswith(only)]
     for path in sorted(paths):
         for cell in nbformat.read(path, as_version=4).cells:
             if cell.cell_type == "code" and "predict(" in cell.source and not cell.source.startswith("%"):
                 found |= dict(_asked(cell.source))
+        found |= {f"{path.name[:2]} {about}": choices for about, choices in SURVEY.items()}
     return found | SURVEY
 
 
@@ -126,10 +125,8 @@ class Classroom:
         return choices == []
 
     def joined(self) -> dict[str, dict[str, Any]]:
-        """Learners by name; who has only said how it was is none of them."""
-        there = {who: own for who, own in self.learners.items()
-                 if own["checks"] or not own["said"] or own["said"].keys() - SURVEY.keys()}
-        return dict(sorted(there.items(), key=lambda item: item[1]["name"].casefold()))
+        """Learners by name."""
+        return dict(sorted(self.learners.items(), key=lambda item: item[1]["name"].casefold()))
 
     def board(self) -> list[dict[str, Any]]:
         """Exercises that somebody has tried, in the course's order: title, who passed, tries and the usual mistake."""
@@ -148,7 +145,7 @@ class Classroom:
     def answers(self) -> list[tuple[str, list[Any], Any]]:
         """Questions that somebody has answered, the latest of the course first: what was said, and what it is."""
         found = []
-        for about in [*SURVEY, *reversed([about for about in self.questions if about not in SURVEY])]:
+        for about in reversed(self.questions):
             pairs = [own["said"][about] for own in self.learners.values() if about in own["said"]]
             results = [result for _, result in pairs if result is not None]
             if pairs:

@@ -21,7 +21,7 @@ from tornado.web import Application, HTTPError, RequestHandler
 
 from tools import ROOT, write
 
-from .classroom import SURVEY, Classroom, Refused
+from .classroom import Classroom, Refused
 
 PAGES = Loader(str(Path(__file__).parent / "pages"))
 POLICY = "default-src 'none'; script-src 'nonce-{0}'; style-src 'nonce-{0}'; connect-src 'self'; base-uri 'none'; " \
@@ -50,7 +50,7 @@ class Page(RequestHandler):
 
     def more(self) -> dict[str, Any]:
         """What else the page needs."""
-        return {"survey": SURVEY}
+        return {}
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:
         self.finish(f"{status_code} {self._reason}\n")
