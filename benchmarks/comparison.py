@@ -432,10 +432,7 @@ def first_result(tool: Tool, ranks: int, effort: Effort, ready: bool) -> float:
 
 
 def warm_calls(tool: Tool, ranks: int, effort: Effort) -> dict:
-    """Median time of further calls, each a cell with its way there and back; then the idle kernel is killed.
-
-    The figures stored in November 2026 were timed inside the kernel, without that way.
-    """
+    """Median time of further calls, each a cell with its way there and back; then the idle kernel is killed."""
     with kernel(tool, ranks, pause=effort.pause) as k:
         times, end = [], time.monotonic() + effort.warm_seconds
         k.must(k.call("allreduce"), what="first result")
