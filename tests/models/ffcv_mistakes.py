@@ -7,9 +7,6 @@ line of JSON for each: its value, or its error.
 from __future__ import annotations
 
 import json
-import os
-import resource
-import signal
 import sys
 import threading
 import time
@@ -24,7 +21,7 @@ if __name__ == "__main__":
 
 from ffcv import DatasetWriter, Loader
 from ffcv.fields import IntField, RGBImageField
-from ffcv.fields.decoders import CenterCropRGBImageDecoder, IntDecoder, SimpleRGBImageDecoder
+from ffcv.fields.decoders import IntDecoder, SimpleRGBImageDecoder
 from ffcv.loader import OrderOption
 from ffcv.pipeline.operation import Operation
 from ffcv.transforms import NormalizeImage, RandomHorizontalFlip, Squeeze, ToTensor, ToTorchImage
@@ -68,19 +65,6 @@ def not_found():
     raise FileNotFoundError("n01440764_18.JPEG")
 
 
-def killed():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def disk_full() -> None:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE // 2, before[1]))
-    try:
-        write()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def good_file(mode: str = "raw") -> str:
     path = FOLDER / f"good-{mode}.beton"
     if not path.exists():
@@ -114,12 +98,6 @@ def does_not_compile(images, _):
     return images.there_is_no_such_thing()
 
 
-def next_after_the_end():
-    batches = iter(loader())
-    count = sum(1 for _ in batches)
-    return [count, next(batches, "end"), next(batches, "end")]
-
-
 def loop_left_by_break():
     for os_cache in (True, False):
         for _ in loader(batch_size=1, os_cache=os_cache):
@@ -132,11 +110,6 @@ def loop_left_by_break():
 
 def threads_of_ffcv() -> list[str]:
     return [type(thread).__name__ for thread in threading.enumerate() if type(thread).__module__.startswith("ffcv.")]
-
-
-def pipeline_used_twice():
-    decode = [CenterCropRGBImageDecoder((16, 16), 0.5), ToTensor(), ToTorchImage()]
-    return [[*next(iter(loader(decode)))[0].shape] for _ in range(2)]
 
 
 def images_come_back():

@@ -79,38 +79,3 @@ def test_ffcv_reads_our_mixed_file(tmp_path):
         data = np.ascontiguousarray(ours.bytes[piece["ptr"] : piece["ptr"] + piece["size"]])
         imdecode(data, decoded, 30, 40, 30, 40, 0, 0, 1, 1, False, False)
         assert np.abs(ours.image(i).astype(int) - decoded).mean() < 3
-
-
-def test_ffcv_s_writer_does_what_the_lesson_says_of_it(tmp_path):
-    needs_ffcv()
-    from ffcv.fields import IntField, RGBImageField
-    from ffcv.writer import DatasetWriter
-
-    source = samples([(64, 48)] * 6)
-    stored = {}
-    for mode in ("smart", "jpg"):
-        fields = {"image": RGBImageField(write_mode=mode), "label": IntField()}
-        DatasetWriter(str(tmp_path / mode), fields, PAGE, 1).from_indexed_dataset(source)
-        stored[mode] = Beton(tmp_path / mode)
-    assert (stored["smart"].samples["image"]["mode"] == by_hand.RAW).all()  # no threshold: plain pixels
-    assert (stored["jpg"].samples["image"]["mode"] == by_hand.JPEG).all()
-    assert not np.array_equal(stored["jpg"].image(0), np.asarray(source[0][0]))  # compressed again
-
-
-def test_ffcv_s_quasi_random_order_is_for_one_process_or_for_pages_of_its_own(tmp_path):
-    needs_ffcv()
-    from ffcv.fields.basics import IntDecoder
-    from ffcv.loader import Loader, OrderOption
-    from ffcv.transforms import Squeeze, ToTensor
-
-    by_hand.write_beton(samples([(300, 300)] * 40), tmp_path / "x.beton")
-    options = {"num_workers": 1, "order": OrderOption.QUASI_RANDOM, "os_cache": False, "drop_last": False}
-    options["pipelines"] = {"image": None, "label": [IntDecoder(), ToTensor(), Squeeze(1)]}
-    with pytest.raises(NotImplementedError):
-        Loader(str(tmp_path / "x.beton"), 4, distributed=True, **options)
-    page_of = Beton(tmp_path / "x.beton").page_of
-    deal = [np.flatnonzero(page_of % 2 == rank) for rank in range(2)]
-    taken = [Loader(str(tmp_path / "x.beton"), 4, indices=part.astype("u8"), **options).next_traversal_order()
-             for part in deal]
-    for part, order in zip(deal, taken, strict=True):
-        assert sorted(order.tolist()) == part.tolist()

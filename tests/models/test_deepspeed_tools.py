@@ -33,17 +33,13 @@ def zero(**keys):
 TRAPS = [
     ({**BATCH, "stage": 2}, "silent", "stage", "belongs in 'zero_optimization'"),
     (zero(stage=0, offload_optimizer={"device": "cpu"}), "silent", "zero_optimization.offload_optimizer", "stage 0"),
-    ({**BATCH, "comms_logger": {"enabled": True}}, "note", "comms_logger", "sums"),
     ({**BATCH, "train_micro_batch_size_per_gpu": "auto"}, "refused", "train_micro_batch_size_per_gpu", "Transformers"),
     (zero(stage="auto"), "silent", "zero_optimization.stage", "default, 0"),
-    (zero(stage=2, reduce_bucket_size="auto"), "note", "zero_optimization.reduce_bucket_size", "500000000"),
     ({"train_batch_size": 8, "gradient_clipping": -1}, "silent", "gradient_clipping", "clips nothing"),
-    (zero(stage=2, offload_optimizer={"device": "gpu"}), "refused",
-     "zero_optimization.offload_optimizer.device", "nvme"),
     ({**BATCH, "optimizer": {"type": "AdamW", "parms": {"lr": 3e-4}}}, "silent", "optimizer.parms", "'params'"),
     ({**BATCH, "optimizer": {"type": "AdamW", "params": {"lr": "3e-4"}}}, "refused", "optimizer.params.lr", "quotes"),
     ({"gradient_clipping": 0.0}, "refused", "train_batch_size", "train_micro_batch_size_per_gpu"),
-]  # fmt: skip
+]
 
 
 def test_each_trap_is_named_and_nothing_else():
@@ -97,15 +93,10 @@ def test_the_last_line_says_what_runs():
 def test_files_are_read_as_deepspeed_reads_them(tmp_path):
     pytest.importorskip("hjson")
     file = tmp_path / "x.json"
-    for text in (
-        '{"train_batch_size": 8, // all ranks together\n "zero_optimization": {"stage": 2}}',
-        '{"train_batch_size": 8\n "zero_optimization": {"stage": 2,},}',
-        "{train_batch_size: 8, zero_optimization: {stage: 2}}",
-    ):
-        file.write_text(text)
-        config, (note,) = read_file(file)
-        assert config == {"train_batch_size": 8, "zero_optimization": {"stage": 2}}
-        assert note.key == "x.json" and "no strict JSON" in note.message
+    file.write_text("{train_batch_size: 8, // all ranks together\n zero_optimization: {stage: 2},}")
+    config, (note,) = read_file(file)
+    assert config == {"train_batch_size": 8, "zero_optimization": {"stage": 2}}
+    assert note.key == "x.json" and "no strict JSON" in note.message
     file.write_text("[1, 2]")
     with pytest.raises(ValueError, match="no JSON object"):
         read_file(file)

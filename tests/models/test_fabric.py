@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from contextlib import nullcontext
 
 import cloudpickle
@@ -84,11 +83,6 @@ def gather():
             dist.recv(tensor(), src)
 
 
-def gather_from_late_ranks():
-    time.sleep(0.02 * (3 - dist.get_rank()))
-    gather()
-
-
 def scatter():
     if dist.get_rank():
         dist.recv(tensor(), 0)
@@ -97,24 +91,11 @@ def scatter():
             request.wait()
 
 
-def tags():
-    small, large = tensor(4), tensor()
-    if dist.get_rank() == 0:
-        for request in [dist.isend(large, 1, tag=7), dist.isend(small, 1, tag=8)]:
-            request.wait()
-    else:
-        dist.recv(small, 0, tag=8)
-        dist.recv(large, 0, tag=7)
-
-
 @pytest.mark.parametrize(("work", "seconds"), {
     ping: [BYTES, MESSAGE],
     exchange: [MESSAGE, MESSAGE],
     gather: [ALPHA + 3 * BYTES, BYTES, 2 * BYTES, 3 * BYTES],  # asked at one moment: in order of rank
-    gather_from_late_ranks: [ALPHA + 3 * BYTES, BYTES, 2 * BYTES, 3 * BYTES],
     scatter: [3 * BYTES, MESSAGE, MESSAGE + BYTES, MESSAGE + 2 * BYTES],
-    tags: [BYTES + 4 * BETA, MESSAGE + 4 * BETA],
-
 }.items(), ids=lambda of: getattr(of, "__name__", ""))
 def test_messages_wait_for_the_ports_and_for_nothing_else(work, seconds):
     assert clocks(work, flat(len(seconds))) == exactly(seconds)
@@ -145,27 +126,6 @@ def test_messages_in_a_group_are_timed_and_the_ledger_counts_as_usual():
     emulated, plain = (launch(work, inside, world_size=4, backend="gloo") for inside in (True, False))
     assert [entries for entries, _ in emulated] == [entries for entries, _ in plain]
     assert [seconds for _, seconds in emulated] == exactly([2 * BYTES] * 2 + [ALPHA + 2 * BYTES] * 2)
-
-
-def test_what_cannot_be_emulated_is_refused_by_name_and_everything_is_put_back():
-    refusals = {
-        "all_reduce inside emulate.*batch_isend_irecv": lambda: dist.all_reduce(torch.ones(1)),
-        "names its source": lambda: dist.recv(torch.ones(1)),
-    }
-
-    def work():
-        before = {**vars(dist.ProcessGroup)}
-        for text, call in refusals.items():
-            with pytest.raises((RuntimeError, ValueError), match=text), emulate(flat(2)):
-                call()
-        assert {**vars(dist.ProcessGroup)} == before
-        x = torch.ones(1)
-        dist.all_reduce(x)
-        with emulate(flat(2)) as clock:
-            ring(tensor())
-        return clock.seconds
-
-    assert launch(work, world_size=2, backend="gloo") == exactly([2 * (ALPHA + BYTES / 2)] * 2)
 
 
 def test_errors_deadlocks_and_links_of_unknown_bandwidth_are_told():

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 
-import cloudpickle
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -15,7 +13,6 @@ from course_utils.data import Windows, tokens
 from course_utils.models import (
     GPT,
     PUBLISHED,
-    SeparateQKVAttention,
     TransformerConfig,
     build_gpt,
 )
@@ -66,35 +63,6 @@ def test_flops_are_counted(config, checkpoint):
     assert forward.get_total_flops() + backward.get_total_flops() == x.numel() * config.flops_per_token()
 
 
-def test_attention_with_separate_layers_is_the_same_attention():
-    joint = build_gpt(OTHER, dtype=torch.float64).blocks[0].attention
-    separate, x = SeparateQKVAttention(joint), torch.randn(2, 7, OTHER.hidden, dtype=torch.float64)
-    torch.testing.assert_close(separate(x), joint(x), rtol=0, atol=1e-14)
-    assert separate.out is joint.out and separate.q.weight.data_ptr() != joint.qkv.weight.data_ptr()
-    assert sum(p.numel() for p in separate.parameters()) == sum(p.numel() for p in joint.parameters())
-
-
-def test_recomputing_activations_changes_nothing():
-    x, y = batch()
-    for dtype in (torch.float32, torch.bfloat16):
-        loss, plain = gradients(build_gpt(OTHER, dtype=dtype), x, y)
-        again, recomputed = gradients(build_gpt(replace(OTHER, checkpoint=True), dtype=dtype), x, y)
-        assert torch.equal(loss, again)
-        assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
-
-
-@pytest.mark.parametrize("remake", [copy.deepcopy, lambda m: cloudpickle.loads(cloudpickle.dumps(m))])
-def test_a_copy_is_a_model_of_its_own(remake):
-    model, (x, y) = build_gpt(), batch(TransformerConfig())
-    copied = remake(model)
-    assert copied.head.weight is copied.embedding.weight
-    assert copied.config == model.config
-    assert torch.equal(copied.loss(x, y), model.loss(x, y))
-    with torch.no_grad():
-        copied.norm.weight.zero_()
-    assert not torch.equal(copied.loss(x, y), model.loss(x, y))
-
-
 def test_it_learns_more_than_how_frequent_letters_are():
     windows, model = Windows(), build_gpt()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -117,14 +85,3 @@ def test_published_shapes_are_about_as_large_as_their_papers_say():
     assert {name: round(PUBLISHED[name].parameter_count / 1e6) for name in millions} == millions
     for name, billions in {"GPT-3 6.7B": 6.7, "GPT-3 13B": 13, "GPT-3 175B": 175}.items():
         assert PUBLISHED[name].parameter_count / 1e9 == pytest.approx(billions, rel=0.02)
-
-
-def test_a_model_made_empty_is_tied_again():
-    with torch.device("meta"):
-        model = GPT()
-    model.to_empty(device="cpu")
-    model.tie()
-    assert model.head.weight is model.embedding.weight
-    apart = GPT(OTHER)
-    apart.tie()
-    assert apart.head.weight is not apart.embedding.weight

@@ -6,7 +6,6 @@ import gzip
 import json
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import cloudpickle
@@ -124,28 +123,15 @@ def test_on_cpu_ranks_operators_compute_and_the_call_of_a_collective_does_not():
     assert kind(event("nccl:all_reduce", 0, 1, "user_annotation"), True) == "other", "its kernel counts"
 
 
-def test_clocks_that_differ_are_put_right():
-    fast, slow = load("two_machines")[0], load("two_machines")[0].shifted(5e6)
-    assert all(b.start - a.start == pytest.approx(5e6) for a, b in matched([fast, slow]))
-    assert all(b.start == pytest.approx(a.start, abs=1e-3) for a, b in matched(aligned([fast, slow])))
-
-
 # ------------------------------------------------------------------------------------------------ process groups
 
 
-MESH = {"dp": [(0, 2), (1, 3)], "tp": [(0, 1), (2, 3)]}
-
-
-def on_mesh(rank: int, starts: dict[int, float], **of) -> Trace:
-    """A rank of HSDP 2 x TP 2 whose calls, one after the other, begin at these times; ends are 100 us after the last.
-
-    `of` gives the dimension of each call by its number; other calls are of tp.
-    """
-    events = []
+def on_mesh(rank: int, starts: dict[int, float]) -> Trace:
+    """A rank of HSDP 2 x TP 2 whose calls in tp begin at these times; they end 100 us after the last rank's begin."""
+    events, ranks = [], [rank - rank % 2, rank - rank % 2 + 1]
     for number, own in starts.items():
-        [ranks] = [group for group in MESH[of.get(f"call{number}", "tp")] if rank in group]
-        last = max(own, *(5100.0 * (number + 1) if other == 3 else 0.0 for other in ranks)) if 3 in ranks else own
-        args = {"Process Group Name": str(ranks), "Process Group Ranks": str(list(ranks))}
+        last = max(own, 5100.0 * (number + 1) if 3 in ranks else own)
+        args = {"Process Group Name": str(ranks), "Process Group Ranks": str(ranks)}
         events.append(Event("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "kernel", own, last + 100, 7, 1, args))
     return Trace(rank, 4, tuple(events))
 
@@ -169,13 +155,6 @@ def test_calls_are_matched_within_their_group_and_right_clocks_stay():
     assert last_to_arrive(matched(aligned(elsewhere)))[1] == [0, 0, 0, pytest.approx(50_000)]
 
 
-def test_clocks_are_put_right_along_a_chain_of_groups():
-    ranks = [on_mesh(rank, {0: 0.0, 1: 6000.0}, call1="dp") for rank in range(3)]
-    assert [t.events[1].start for t in aligned([t.shifted(1e6 * t.rank) for t in ranks])] == [6000.0] * 3
-    alone = [ranks[1], ranks[2].shifted(5.0)]  # they have no call in common
-    assert aligned(alone) == alone and matched(alone) == []
-
-
 def test_a_call_in_which_nobody_waits_says_nothing_of_clocks_and_waits():
     """The sender goes on at once; the receiver ends later."""
     args = {"Process Group Name": "0", "Process Group Ranks": "[0, 1]"}
@@ -187,15 +166,6 @@ def test_a_call_in_which_nobody_waits_says_nothing_of_clocks_and_waits():
     ]  # fmt: skip
     assert aligned([first, second]) == [first, second]
     assert last_to_arrive(matched([first, second]))[1] == [0, 0]
-
-
-def test_several_groups_without_names_are_refused():
-    groups = {"0": (0, 1, 2, 3), "1": (0, 1), "2": (0, 2)}
-    bare = [replace(t, groups=groups, events=tuple(e._replace(args={}) for e in t.events)) for t in slow_rank_3()]
-    with pytest.raises(ValueError, match="rank 0 is in 3 process groups, and its trace does not say which call"):
-        matched(bare)
-    same = [replace(t, groups={"0": (0, 1, 2, 3), "1": (0, 1, 2, 3), "2": (t.rank,)}) for t in bare]
-    assert len(matched(same)) == 10, "two groups of the same ranks, and one of a single rank"
 
 
 def test_a_kernel_has_the_group_of_its_call(tmp_path: Path):
@@ -211,29 +181,20 @@ def test_a_kernel_has_the_group_of_its_call(tmp_path: Path):
 # ------------------------------------------------------------------------------------------------ what is refused
 
 
-def damaged(**changes) -> str:
-    """A trace of 900 us, of which 300 compute and 200 communicate, with changes: to it, or to an event by its name."""
-    spans = [("ProfilerStep#1", "user_annotation", 1000, 900), ("aten::mm", "cpu_op", 1100, 300),
-             ("gloo:all_reduce", "user_annotation", 1500, 200)]  # fmt: skip
-    events = [
-        {"ph": "X", "name": name, "cat": cat, "ts": ts, "dur": dur, "pid": 1, "tid": place, "args": {}}
-        | changes.get(name, {})
-        for place, (name, cat, ts, dur) in enumerate(spans)
-    ]
-    events = [{key: value for key, value in event.items() if value != "gone"} for event in events]
-    whole = {"distributedInfo": {"rank": 0, "world_size": 2}, "traceEvents": events}
-    return json.dumps(whole | {key: value for key, value in changes.items() if key in (*whole, "deviceProperties")})
-
-
-GOOD = damaged()
+#: A trace of 900 us, of which 300 compute and 200 communicate.
+BOTH = [
+    {"ph": "X", "name": name, "cat": cat, "ts": ts, "dur": dur, "pid": 1, "tid": place, "args": {}}
+    for place, (name, cat, ts, dur) in enumerate((
+        ("ProfilerStep#1", "user_annotation", 1000, 900), ("aten::mm", "cpu_op", 1100, 300),
+        ("gloo:all_reduce", "user_annotation", 1500, 200),
+    ))
+]
+GOOD = json.dumps({"distributedInfo": {"rank": 0, "world_size": 2}, "traceEvents": BOTH})
 MM = {"ph": "X", "name": "aten::mm", "cat": "cpu_op", "ts": 1, "dur": 2, "pid": 2, "tid": 0}
-BOTH = json.loads(GOOD)["traceEvents"]
 
 #: Traces that are odd, and right all the same.
 READABLE = {
-    "good": GOOD,
     "a control character in a name": GOOD.replace("aten::mm", "aten::mm\x01 in <string>\n"),
-    "no distributedInfo": damaged(distributedInfo=None),
     "a list that was not closed, after a comma": json.dumps(BOTH)[:-1] + ",\n",
 }
 
@@ -252,9 +213,7 @@ def test_odd_traces_give_the_right_figures(tmp_path: Path, text: str):
 DAMAGED = {
     "cut in a word": (GOOD[: GOOD.index("aten::mm") + 3], "rank-0.json ends early"),
     "a log": ("2026-11-28 step 1 loss 2.0", "rank-0.json is not a trace in Chrome's JSON format: it begins with '2026"),
-    "damaged inside": (GOOD.replace('"dur": 900', '"dur": 9@0'), "rank-0.json is no JSON from line 1, column"),
-    "an operation without an end": (damaged(**{"aten::mm": {"dur": "gone"}}), "event 1, 'aten::mm', has dur None"),
-    "two processes": (damaged(traceEvents=[*BOTH, MM]), "rank-0.json holds 2 processes"),
+    "two processes": (json.dumps({"traceEvents": [*BOTH, MM]}), "rank-0.json holds 2 processes"),
 }
 
 
