@@ -117,20 +117,19 @@ def axe(tmp_path_factory: pytest.TempPathFactory) -> Path | None:
 
 
 @pytest.fixture(scope="module")
-def pages(site: Path, address: str, browser, axe: Path | None, thorough: bool) -> dict[str, Page]:
-    """Pages on a phone, every second one in the dark theme; axe looks at some. With --thorough at all; without it only
-    one lesson's exercises and solutions are opened."""
+def pages(site: Path, address: str, browser, axe: Path | None) -> dict[str, Page]:
+    """Pages on a phone, every second one in the dark theme: texts, and one of each other kind; axe looks at some."""
     page, found, requests = browser.new_page(viewport={"width": 390, "height": 800}), {}, []
     page.on("request", lambda request: requests.append(request.url))
     files = [file.relative_to(site / "html").as_posix() for file in sorted((site / "html").rglob("*.html"))]
-    files = [file for file in files if not file.startswith("_") and (
-        thorough or not file.startswith(("exercises/", "solutions/")) or file.removesuffix(".html") in AXED)]
+    files = [file for file in files if file.removesuffix(".html") in AXED
+             or file.startswith(("notebooks/", "docs/"))]
     for number, file in enumerate(files):
         requests.clear()
         page.emulate_media(color_scheme=["light", "dark"][number % 2])
         page.goto(address + file)
         answered, seen = page.evaluate(ANSWERED), page.evaluate(LOOK)
-        looked = axe and (thorough or file.removesuffix(".html") in AXED)
+        looked = axe and file.removesuffix(".html") in AXED
         if looked:
             page.add_script_tag(path=axe)
         found[page.url] = Page(answered, seen, [*requests], page.evaluate(RUN_AXE) if looked else [])

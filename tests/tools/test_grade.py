@@ -129,8 +129,8 @@ STUBBORN = "import time\nwhile True:\n    try:\n        time.sleep(1)\n    excep
 def test_right_answers_get_all_points_wrong_ones_a_reason_and_what_ends_python_costs_only_itself(desk: Desk):
     noisy = {"ring_shift": "# and\nfor i in range(200):\n    print('x' * 100_000)", "bandwidths": "# and\nexit(1)"}
     desk.put("right", desk.answered(**noisy))
-    path = desk.put("copies", desk.answered(), "submission final (1).ipynb")
-    os.utime(desk.put("copies", desk.answered((4,)), "old/90_short.ipynb"), (path.stat().st_mtime - 60,) * 2)
+    path = desk.put("copies", desk.answered((PAPER,)), "submission final (1).ipynb")
+    os.utime(desk.put("copies", desk.answered(()), "old/90_short.ipynb"), (path.stat().st_mtime - 60,) * 2)
     wrong = {"mean_and_variance": "def mean_and_variance(x):\n    return x.mean(), x.var()",
              "ring_shift": DEADLOCK, "bandwidths": "def bandwidths(op, ranks:\n    return 1"}
     desk.put("wrong", desk.answered(**wrong))
@@ -143,7 +143,7 @@ def test_right_answers_get_all_points_wrong_ones_a_reason_and_what_ends_python_c
     desk.put("own_checks", own_checks)
     rows = desk.grade("--jobs", "2")
     got = {person: (row["passed"], row["total"]) for person, row in rows.items()}
-    assert got == {"right": (5, 5), "copies": (5, 5), "wrong": (2, 5), "ends": (2, 5), "own_checks": (1, 5)}
+    assert got == {"right": (5, 5), "copies": (1, 5), "wrong": (2, 5), "ends": (2, 5), "own_checks": (1, 5)}
     assert (rows["right"]["points"], rows["right"]["of"], rows["right"]["failed"]) == (10, 10, "")
     assert "of 2 copies the newest" in rows["copies"]["note"] and rows["copies"]["file"] == str(path)
     assert "rank" in messages(rows["wrong"])["ring_shift"] and "SyntaxError" in messages(rows["wrong"])["bandwidths"]
@@ -195,12 +195,9 @@ def test_without_a_fence_nothing_is_run_unless_asked(desk: Desk, monkeypatch: py
     bwrap.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     try:
-        kind = [] if fence.choose() == "user" else [fence.choose()]
+        assert fence.choose() == "user"
     except ToolError as error:
         assert re.search("No permissions to create new namespace; .*(chmod o\\+x|only root can)", str(error))
-        kind = ["--no-sandbox"]
-    row = desk.grade(*kind)["ada"]
-    assert (row["points"], row["of"], row["not_graded"]) == (10, 10, "")
 
 
 def test_a_check_whose_ranks_do_not_start_is_not_graded_and_takes_no_points(desk: Desk, tmp_path: Path):
@@ -225,10 +222,10 @@ multiprocessing.set_executable("/home")"""
 
 @pytest.mark.guard(200)
 def test_cell_without_end_costs_only_itself_and_a_notebook_ends_at_its_limit(desk: Desk):
-    endless = "# and\nwhile True:\n    pass"
+    endless = "# and\nimport time\ntime.sleep(600)"
     desk.put("endless", desk.answered((PAPER,), STUBBORN, gradient_all_reduce_seconds=endless))
-    row = desk.grade("--timeout", "15")["endless"]  # a busy machine needs some for the right ones
-    assert row["passed"] == 2 and "cell 2 ended Python" in row["note"] and "interrupted after 15 s" in row["note"]
+    row = desk.grade("--timeout", "10")["endless"]  # a busy machine needs some for the right ones
+    assert row["passed"] == 2 and "cell 2 ended Python" in row["note"] and "interrupted after 10 s" in row["note"]
     shutil.rmtree(desk.folder / "endless")
     desk.put("slow", desk.answered((1,), "import time\ntime.sleep(600)"))
     row = desk.grade("--limit", "8")["slow"]
@@ -236,12 +233,11 @@ def test_cell_without_end_costs_only_itself_and_a_notebook_ends_at_its_limit(des
     assert row["checks"][0]["message"] == "The check was not reached."
 
 
-def test_killed_grading_keeps_its_rows_and_leaves_no_process(desk: Desk, tmp_path: Path, kind: str):
+def test_killed_grading_keeps_its_rows_and_leaves_no_process(desk: Desk, tmp_path: Path):
     desk.put("ada", desk.answered((PAPER,)))
     desk.put("bob", desk.answered((PAPER,), "import subprocess\nsubprocess.run(['sleep', '86396'])"))
-    program = f"from tools.__main__ import main; from tools.grade import fence; fence.KINDS = ({kind!r},); main()"
     arguments = ["grade", desk.folder, "--course", desk.course, "--json", tmp_path / "grades.json"]
-    grader = subprocess.Popen([sys.executable, "-c", program, *arguments], cwd=ROOT)
+    grader = subprocess.Popen([sys.executable, "-m", "tools", *arguments], cwd=ROOT)
     try:
         until = time.monotonic() + 120
         while not running("sleep 86396") and time.monotonic() < until:
@@ -292,15 +288,11 @@ def test_every_folder_gets_a_row_that_says_what_is_in_it(desk: Desk):
     assert notes["zip"][1:] == ["not handed in"] and not any(row["passed"] for row in rows)
 
 
-def test_wrong_folder_and_what_the_command_does_are_said(desk: Desk, capsys: pytest.CaptureFixture[str]):
+def test_a_wrong_folder_is_told(desk: Desk, capsys: pytest.CaptureFixture[str]):
     for folder, what in ((desk.folder / "none", "is not a folder"), (ROOT, "is a copy of the course"),
                          (desk.folder, "neither")):
         assert main(["grade", str(folder)]) == 1
         assert what in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["grade", "--help"])
-    text = " ".join(capsys.readouterr().out.split())
-    assert "runs learners' code" in text and "bubblewrap" in text and "--no-sandbox" in text
 
 
 def test_points_of_each_check_are_on_its_card():

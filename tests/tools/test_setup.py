@@ -66,7 +66,7 @@ def test_old_pythons_can_read_the_script_and_it_takes_those_of_pyproject():
 
 
 @pytest.mark.parametrize(("there", "arguments"), [
-    ([], []), ([], ["--extra", "test"]), ([], ["--torch", "cpu"]), (["ffcv"], ["--extra-if-possible", "ffcv"]),
+    ([], ["--extra", "test", "--torch", "cpu"]), (["ffcv"], ["--extra-if-possible", "ffcv"]),
 ], ids=str)
 def test_second_setup_does_nothing_and_keeps_what_is_there(root: Path, there: list[str], arguments: list[str]):
     claim(root, "cpu", *there)
