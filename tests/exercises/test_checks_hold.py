@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -16,9 +14,7 @@ from course_utils import launch, shutdown
 from course_utils.check import CheckFailed, runs
 from course_utils.check import limits as _limits
 from lessons.collectives import check as collectives
-from lessons.ddp import check as ddp
 from lessons.gpu_interconnects import check as interconnects
-from lessons.scaling_efficiency import check as scaling
 
 pytestmark = pytest.mark.guard(120)
 
@@ -45,15 +41,6 @@ def test_ranks_that_wait_for_each_other_hang_without_a_wait_for_the_clock():
 
     error = refusal(collectives.mean_and_variance, only_rank_0)
     assert error.hint == "hang" and "never joined it" in str(error)
-
-
-def test_a_group_that_some_ranks_never_make_is_a_hang():
-    def own_groups(x):
-        if dist.get_rank() == 0:
-            dist.new_group([0, 1])
-        return x.mean(), x.var()
-
-    assert refusal(collectives.mean_and_variance, own_groups).hint == "hang"
 
 
 def test_a_loop_without_end_on_a_rank_is_endless_and_no_hang(monkeypatch):
@@ -94,17 +81,12 @@ def test_a_right_answer_that_takes_its_time_passes(capsys):
 
 def test_a_loop_without_end_in_the_notebook_is_ended(monkeypatch):
     monkeypatch.setattr(_limits, "COMPUTING", 1.0)
-    began = []
 
     def endless(*_arguments):
         while True:
-            began.append(time.monotonic())
-            del began[:-1]
+            pass
 
     assert refusal(interconnects.roofline_point, endless).hint == "endless"
-    last = began[0]
-    time.sleep(0.5)
-    assert began[0] - last < 0.4  # nobody runs any more
 
 
 # --- odd answers -----------------------------------------------------------------------------------------------------
@@ -156,39 +138,16 @@ def test_an_answer_that_ends_its_process_is_refused():
         assert refusal(collectives.mean_and_variance, leave).hint == "error"
 
 
-def test_an_answer_that_gives_up_on_three_ranks_is_not_called_empty():
+@pytest.mark.parametrize("given_up", ["", "\"sum\" not implemented for 'Half'"])
+def test_an_answer_that_gives_up_later_is_not_called_empty(given_up):
     right = collectives.mean_and_variance.answer()
 
     def two_only(x):
-        if dist.get_world_size() > 2:
-            raise NotImplementedError
+        if dist.get_world_size() > 2 or given_up:
+            raise NotImplementedError(given_up)
         return right(x)
 
     assert refusal(collectives.mean_and_variance, two_only).hint != "empty"
-
-
-def test_an_operation_that_pytorch_lacks_is_not_called_empty():
-    def lacking(*_arguments):
-        raise NotImplementedError("\"sum\" not implemented for 'Half'")
-
-    assert refusal(interconnects.roofline_point, lacking).hint == "error"
-
-
-def test_a_sparse_all_reduce_is_an_answer():
-    def top_k_mean(gradient, residual, k):
-        total = gradient + residual
-        flat = total.flatten()
-        places = flat.abs().topk(k).indices
-        residual.copy_(total)
-        residual.view(-1)[places] = 0
-        own = torch.sparse_coo_tensor(places[None], flat[places], (flat.numel(),))
-        dist.all_reduce(own)
-        return (own.to_dense() / dist.get_world_size()).view_as(gradient)
-
-    try:
-        scaling.top_k_mean(top_k_mean)
-    except CheckFailed as error:
-        assert error.hint != "error", error
 
 
 # --- what an answer leaves behind ------------------------------------------------------------------------------------
@@ -201,34 +160,6 @@ def test_a_replaced_function_does_not_reach_the_next_check():
         return x.mean(), x.var()
 
     refusal(collectives.mean_and_variance, patch)
-
-
-def test_a_thread_that_communicates_later_does_not_reach_the_next_check():
-    def late(x):
-        def again():
-            time.sleep(0.05)
-            dist.all_reduce(torch.ones(3))
-
-        threading.Thread(target=again, daemon=True).start()
-        return x.mean(), x.var()
-
-    for _ in range(3):
-        refusal(collectives.mean_and_variance, late)
-
-
-def test_an_import_that_was_stopped_does_not_reach_the_next_check(monkeypatch):
-    def imports_for_long(x):
-        import importlib
-        import pkgutil
-
-        for module in pkgutil.walk_packages(torch.__path__, "torch."):
-            try:
-                importlib.import_module(module.name)
-            except Exception:
-                continue
-
-    monkeypatch.setattr(runs, "LIMIT", 1.5)
-    refusal(collectives.mean_and_variance, imports_for_long)
 
 
 def test_ranks_that_do_not_start_are_no_fault_of_the_answer(monkeypatch):
@@ -246,16 +177,3 @@ def test_a_long_line_of_the_learners_is_cut_in_the_table():
     answer = eval("lambda x: (dist.barrier() if dist.get_rank() else None, " + " + ".join(["x"] * 200) + ")")
     text = str(refusal(collectives.mean_and_variance, answer))
     assert max(map(len, text.splitlines())) < 220
-
-
-def test_a_right_answer_is_not_refused_beside_other_programs_by_ranks_that_have_just_started(monkeypatch):
-    monkeypatch.setenv("COURSE_STATUS", "0")
-    loop = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(10**6))"
-    loops = [subprocess.Popen([sys.executable, "-c", loop]) for _ in range(4)]
-    try:
-        shutdown()
-        ddp.data_parallel(ddp.data_parallel.answer())
-    finally:
-        for process in loops:
-            process.kill()
-            process.wait()

@@ -53,24 +53,18 @@ def ledger(*calls: str, ranks: int = 4) -> list[Entry]:
     [
         ("all_reduce:80 barrier:0", {"ops": {"all_reduce"}}, None),
         ("all_reduce:80 broadcast:8", {"ops": {"all_reduce"}}, "other-calls"),
-        ("all_reduce:80 barrier:0", {"calls": (1, 1)}, None),
         ("all_reduce:80 all_reduce:8", {"calls": 1}, "too-many-calls"),
         ("all_reduce:80", {"calls": (2, None)}, "too-few-calls"),
         ("barrier:0", {"calls": (1, None)}, "not-distributed"),
-        ("barrier:0", {"sent": (8, None)}, "not-distributed"),
-        ("", {"calls": 3}, None),
         ("send:8 recv:8 recv:8", {"calls": {"send": 1}}, None),
         ("send:8 recv:8 recv:8", {"calls": {"send": 1, "recv": 1}}, "too-many-calls"),
         ("send:40 recv:40", {"sent": (40, 40)}, None),
         ("send:41 recv:1", {"sent": 40}, "too-many-bytes"),
         ("send:39 recv:60", {"sent": (40, None)}, "too-few-bytes"),
         ("all_reduce:80", {"sent": (120, 120)}, None),
-        ("reduce_scatter:80 all_gather:80", {"sent": (120, 120)}, None),
         ("all_reduce:80", {"sent": 118}, "too-many-bytes"),
-        ("all_gather:80", {"sent": (120, None)}, "too-few-bytes"),
         ("all_reduce:80 send:8 recv:8", {"carried": (88, 88)}, None),
         ("all_reduce:80 send:8", {"carried": 80}, "too-many-bytes"),
-        ("all_reduce:80", {"carried": (81, None)}, "too-few-bytes"),
         ("send:8 send:9", {"largest": 8}, "too-large"),
         ("send:8 send:8", {"largest": 8}, None),
     ],
@@ -149,7 +143,6 @@ def waits_in(call):
     [
         (fails_with(IndexError("list index out of range")), "only-two-ranks", "odd-sizes"),
         (fails_with(ValueError("there is no rank 3")), "only-two-ranks", "odd-sizes"),
-        (fails_with(ValueError("2 is not in list")), "only-two-ranks", "odd-sizes"),
         (fails_with(RuntimeError("shape '[3, -1]' is invalid for input of size 7")), "only-two-ranks", "odd-sizes"),
         (fails_with(ZeroDivisionError("division by zero")), "error", "error"),
         (too_long_a_message, "only-two-ranks", "odd-sizes"),
@@ -160,18 +153,6 @@ def waits_in(call):
 def test_only_failures_about_what_differs_are_laid_to_it(answer, usual, own):
     assert after_two_ranks(answer) == usual
     assert after_two_ranks(answer, "odd-sizes") == own
-
-
-@pytest.mark.parametrize(
-    ("answer", "said"),
-    [
-        (fails_with(ValueError("bad\nmore")), "rank 0: the function did not return a result: ValueError: bad."),
-        (waits_in(lambda x: dist.recv(x, 1)), "the ranks do not finish: at least one waits in vain."),
-    ],
-)
-def test_a_failure_is_told_in_the_first_sentence(answer, said):
-    error = refusal(Exercise("Exercise 1", {}, 1.0).run, answer, [torch.ones(2)] * 3)
-    assert said in str(error).split("\n")[0]
 
 
 def test_fallback_of_a_case_explains_the_errors_that_the_case_names():
@@ -202,15 +183,6 @@ def posted_first(x):
             dist.send(x, 0)
 
 
-def exchanged(x):
-    """Three exchanges; both ranks post their receives before their sends."""
-    other = 1 - dist.get_rank()
-    for _ in range(3):
-        answer = dist.irecv(torch.empty_like(x), other)
-        dist.send(x, other)
-        answer.wait()
-
-
 def sent_in_a_thread(x):
     """Three exchanges; each sends in a thread and receives meanwhile, or after its receive has ended."""
     other = 1 - dist.get_rank()
@@ -227,7 +199,6 @@ def test_a_send_in_a_thread_waits_for_no_receive_of_its_step():
 
 def test_a_receive_counts_where_it_is_waited_for():
     assert steps_of(posted_first) == 6
-    assert steps_of(exchanged) == 3
 
 
 def ledgers(*ranks: str) -> list[list[Entry]]:
@@ -239,7 +210,6 @@ def ledgers(*ranks: str) -> list[list[Entry]]:
 @pytest.mark.parametrize(
     ("ranks", "steps"),
     [
-        (("", ""), 0),
         (("s1", "r0"), 1),
         (("s1 s2 s3", "r0", "r0", "r0"), 3),  # hub
         (("r1 r2 r3", "s0", "s0", "s0"), 3),  # hub that receives
@@ -288,18 +258,6 @@ def test_wrong_answers_to_a_problem_get_the_hint_of_their_mistake():
     assert refusal(problem, lambda *case: table.get(case, (1, 1))).hint == "drawn"
 
 
-def test_a_problem_can_say_which_cases_may_be_drawn():
-    seen = []
-
-    def answer(*case):
-        seen.append(case)
-        return solution(*case)
-
-    paper("Exercise 1", solution, {}, cases=CASES, units=["s", "bytes"], allowed=lambda size, rate: size == 7)(answer)
-    ((size, rate),) = seen[3:]
-    assert size == 7 and (size, rate) not in CASES
-
-
 # --- edits -----------------------------------------------------------------------------------------------------------
 
 PROGRAM = """def mean(x):
@@ -314,13 +272,10 @@ PROGRAM = """def mean(x):
     ("edits", "expected"),
     [
         ("total /= 2  ->  total *= 2", PROGRAM.replace("/=", "*=")),
-        ("total /= 2    ->  pass", PROGRAM.replace("total /= 2", "pass")),
         ("        total /= 2\n  ->  ", PROGRAM.replace("        total /= 2", "")),
         ({"/= 2": "/= 3", "x.sum()": "x.mean()"}, PROGRAM.replace("/= 2", "/= 3").replace("sum", "mean")),
-        ({"/= 2": "/= 3", "/= 3": "/= 4"}, PROGRAM.replace("/= 2", "/= 4")),
         ({"total /= 2\n    return total": "return 0"}, PROGRAM.replace("total /= 2\n    return total", "return 0")),
         ({"total /= 2": "a = 1\nb = 2"}, PROGRAM.replace("total /= 2", "a = 1\n        b = 2")),
-        ({}, PROGRAM),
     ],
 )
 def test_edit_replaces_the_old_text(edits, expected):
@@ -331,12 +286,9 @@ def test_edit_replaces_the_old_text(edits, expected):
     ("edits", "words"),
     [
         ("total /= 2", "write an edit as"),
-        ("total /= 2 -> pass", "write an edit as"),
-        ("a  ->  b  ->  c", "write an edit as"),
         ("total //= 2  ->  pass", "stands in the text 0 times"),
         ("total  ->  sums", "stands in the text 4 times"),
         ("total /= 2  ->  total /= 2", "changes nothing"),
-        ({"total /= 2": "pass", "/= 2": "/= 3"}, "'/= 2' stands in the text 0 times"),
     ],
 )
 def test_edit_that_does_not_fit_says_why(edits, words):
