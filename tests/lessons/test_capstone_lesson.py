@@ -6,8 +6,6 @@ import json
 import math
 
 import pytest
-import torch
-import torch.distributed as dist
 from conftest import ROOT
 
 from course_utils.check import CheckFailed
@@ -81,23 +79,6 @@ def test_another_start_may_be_mended_by_a_broadcast():
     spread = f"{line}\n    for p in model.parameters():\n        dist.broadcast(p.data, 0)"
     check.repairs(lambda: given | {"silent": (cause, {line: spread})}, 4)
     assert cause == "another start" and len({*text.splitlines()} - {*faults.text().splitlines()}) > 6
-
-
-def test_an_exchange_past_the_ledger_is_refused():
-    def by_the_store(gradients: list, inside: dist.ProcessGroup, across: dist.ProcessGroup) -> None:
-        flat = torch.cat([gradient.flatten() for gradient in gradients]) / dist.get_world_size()
-        dist.all_reduce(torch.zeros(1))
-        store = dist.distributed_c10d._get_default_store()
-        store.set(f"part {dist.get_rank()}", flat.numpy().tobytes())
-        dist.barrier()
-        parts = [bytearray(store.get(f"part {rank}")) for rank in range(dist.get_world_size())]
-        total = sum(torch.frombuffer(part, dtype=torch.float32) for part in parts)
-        for gradient, part in zip(gradients, total.split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(part.view_as(gradient))
-
-    with pytest.raises(CheckFailed) as caught:
-        check.exchange(by_the_store)
-    assert caught.value.hint == "alike"
 
 
 def test_plans_fit_and_are_worth_their_points_for_every_situation():

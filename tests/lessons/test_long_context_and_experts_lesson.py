@@ -24,19 +24,6 @@ def lesson() -> dict:
     return definitions("11", n=2) | {"orders": {}}
 
 
-def test_pieces_merge_in_any_order_also_where_nothing_is_seen():
-    piece, merge, finish = (lesson()[name] for name in ("piece", "merge", "finish"))
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(1, 2, 12, 8, dtype=torch.float64) for _ in range(3))
-    keep = torch.ones(12, 12, dtype=torch.bool).tril()
-    parts = [piece(q, k[:, :, keys], v[:, :, keys], keep[:, keys]) for keys in torch.arange(12).chunk(3)]
-    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
-        a, b, c = (parts[i] for i in order)
-        assert torch.allclose(finish(merge(merge(a, b), c))[0], expected, atol=1e-12)
-        assert torch.allclose(finish(merge(a, merge(b, c)))[0], expected, atol=1e-12)
-
-
 def test_an_expert_without_tokens_is_no_fault():
     names = lesson()
 

@@ -1,22 +1,37 @@
-"""Programs of ``scripts/`` that measure, under torchrun: columns that belong together, bad sizes refused."""
+"""Programs of ``scripts/`` that measure, on the ranks of `launch`: columns that belong together."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import runpy
 from itertools import combinations
 
 import pytest
 
+from course_utils import launch
 from course_utils.costs import algbw, busbw
-from course_utils.programs import SCRIPTS, torchrun
+from course_utils.programs import SCRIPTS, run_program
 from course_utils.transformer import TransformerConfig
 
 pytestmark = pytest.mark.guard(120)
 
 
+def on_a_rank(script: str, *flags: object) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        run_program(SCRIPTS / script, *map(str, flags))
+    return said.getvalue()
+
+
+def printed(script: str, *flags: object, ranks: int) -> list[str]:
+    """The lines that a program prints on rank 0."""
+    said, *others = launch(on_a_rank, script, *flags, world_size=ranks, backend="gloo", init=False)
+    assert not any(others), "one rank speaks for all"
+    return said.splitlines()
+
+
 def test_busbw_has_columns_that_belong_together():
-    said = torchrun("busbw.py", "--smallest", 4096, "--largest", 70000, "--calls", 2, ranks=3)
-    head, names, *rows = said.splitlines()
+    head, names, *rows = printed("busbw.py", "--smallest", 4096, "--largest", 70000, "--calls", 2, ranks=3)
     assert head == "3 ranks, gloo" and names.split() == ["bytes", "µs", "S/t", "GB/s", "busbw", "GB/s"]
     assert [int(row.split()[0]) for row in rows] == [4096, 4 * 4096, 16 * 4096]
     for row in rows:
@@ -26,8 +41,7 @@ def test_busbw_has_columns_that_belong_together():
 
 
 def test_links_has_a_figure_for_every_pair_and_names_the_slowest():
-    said = torchrun("links.py", "--large", 65536, "--rounds", 3, ranks=3, gpus=False)
-    head, names, *rows, last = said.splitlines()
+    head, names, *rows, last = printed("links.py", "--large", 65536, "--rounds", 3, ranks=3)
     assert head == "3 ranks, gloo, pairs in parallel" and names.split() == ["GB/s", "rank", "1", "rank", "2"]
     assert rows[2].split() == ["µs", "rank", "1", "rank", "2"]
     large, small = ([float(x) for row in part for x in row.split()[2:]] for part in (rows[:2], rows[3:]))
@@ -49,8 +63,8 @@ def test_each_pair_of_links_plays_once_and_no_rank_twice_in_a_turn(n: int):
 
 def test_scaling_curve_has_columns_that_belong_together():
     flags = "--strong", "--bf16", "--recompute", "--batch", 6
-    said = torchrun("scaling_curve.py", "--steps", 2, "--peak-tflops", 0.1, *flags, ranks=2, gpus=False)
-    head, *rows = [line.split() for line in said.splitlines()]
+    said = printed("scaling_curve.py", "--steps", 2, "--peak-tflops", 0.1, *flags, ranks=2)
+    head, *rows = [line.split() for line in said]
     assert head == ["ranks", "tokens/s", "efficiency", "waits", "MFU"]
     assert [int(row[0]) for row in rows] == [1, 2]
     first = float(rows[0][1].replace(",", ""))

@@ -9,10 +9,9 @@ import cloudpickle
 import pytest
 import torch
 from lesson_cells import definitions
-from torch import nn
 
 from course_utils import launch, recorded
-from course_utils.models import TransformerConfig, build_gpt
+from course_utils.models import TransformerConfig
 from lessons.pipeline_parallel import pipeline_training, stage_costs
 from lessons.pipeline_parallel.pipeline import Op, Schedule, gpipe, interleaved, naive, one_f_one_b, simulate
 
@@ -43,7 +42,7 @@ def backwards(ranks: int, microbatches: int) -> Schedule:
     return Schedule("backwards", microbatches, tuple(range(ranks)), order)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [3, 8])
 def test_one_queue_for_each_kind_and_direction_is_emptied_in_the_order_in_which_it_was_filled(ranks):
     """What NCCL needs, which does not look at tags."""
     made = [make(ranks, m) for make in (naive, gpipe, one_f_one_b) for m in (1, 2, 7)]
@@ -57,21 +56,6 @@ def test_one_queue_for_each_kind_and_direction_is_emptied_in_the_order_in_which_
                 if 0 <= behind <= last:
                     filled.setdefault((op.kind, rank, place[behind]), []).append(op._replace(stage=behind))
         assert filled == emptied
-
-
-def test_costs_of_pieces_are_those_of_the_model():
-    costs = stage_costs.piece_flops(SMALL)
-    assert len(costs) == len(pipeline_training.pieces(build_gpt(SMALL)))
-    assert sum(costs) == SMALL.flops_per_token(backward=False)
-    assert stage_costs.stage_sums(costs, [3, 4, 2]) == [sum(costs[:3]), sum(costs[3:7]), sum(costs[7:])]
-
-
-def test_pieces_in_a_row_are_the_model():
-    model = build_gpt(SMALL, dtype=torch.float64)
-    x, _ = text()
-    assert torch.equal(nn.Sequential(*pipeline_training.pieces(model))(x), model(x))
-    cut = [pipeline_training.build_stage(SMALL, [4, 3, 2], stage) for stage in range(3)]
-    assert sum(p.numel() for stage in cut for p in stage.parameters()) == sum(p.numel() for p in model.parameters())
 
 
 def test_training_weighs_times_and_compares():

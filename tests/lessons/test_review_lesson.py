@@ -10,10 +10,8 @@ from datetime import date, timedelta
 
 import pytest
 
-from lessons.debugging_hangs.answers import diagnoses_and_cures, second_ward
-from lessons.deepspeed.answers import choices
+from lessons.debugging_hangs.answers import diagnoses_and_cures
 from lessons.multi_node import answers as multi_node
-from lessons.parallelism_3d.answers import traffic
 from lessons.review import ask
 from lessons.review.ask import QUESTIONS, SPOKEN, Box
 from lessons.review.progress import progress
@@ -194,18 +192,6 @@ def test_there_are_enough_questions_and_each_names_a_section_of_a_lesson():
         numbers = {f"{section.number}" for section in sections(lesson)}
         assert {section for named, section in places if named == lesson} <= numbers
     assert place_of("03.4") == "lesson 03 nccl, section 4"
-
-
-def test_choices_agree_with_the_exercises_that_they_are_taken_from():
-    letters = {0: {"b": "FSDP2"}, 1: {"b": "ZeRO-3 with NVMe offload"}, 2: {"a": "ZeRO-1"}, 3: {"a": "DDP"}}
-    for k, situation in enumerate((1, 2, 3, 5)):
-        assert Asked(ROWS["which engine"], {"k": k}).answer == letters[k][choices()[situation]]
-    causes = [cause for cause, *_ in (diagnoses_and_cures() | second_ward()).values()]
-    for values in draws(ROWS["hang: the cause"]):
-        assert Asked(ROWS["hang: the cause"], values).answer == causes[values["p"]]
-    bubble = traffic(8, 64, 64, 1e6, 8, 4, 4, 512, 1)[0]
-    count = Asked(ROWS["micro-batches of a replica"], {"B": 512, "g": 128, "t": 8, "p": 4}).answer
-    assert bubble == pytest.approx(100 * 3 / (count + 3))
 
 
 def test_what_was_wrong_comes_again_and_what_was_right_later(tmp_path, monkeypatch, capsys):

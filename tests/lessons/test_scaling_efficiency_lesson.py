@@ -25,14 +25,6 @@ def lesson() -> dict:
     return definitions("05", shrink=2.0**-20)
 
 
-@pytest.mark.parametrize(("n", "s"), [(2, 0.9), (8, 0.05), (1000, 0.001)])
-def test_laws_agree_and_can_be_turned_round(n, s):
-    amdahl, gustafson = lesson()["amdahl"], lesson()["gustafson"]
-    assert 1 < amdahl(n, s) < min(n, 1 / s)
-    assert gustafson(n, s) == pytest.approx(amdahl(n, lesson()["share_on_one_rank"](n, s)))
-    assert lesson()["serial_share"](n, amdahl(n, s)) == pytest.approx(s)
-
-
 def test_noise_scale_finds_signal_and_noise_that_it_was_given():
     n, size, signal, noise = 5, 3, 4.0, 30.0
     own, mean = signal + noise / size, signal + noise / (n * size)

@@ -15,8 +15,7 @@ from lesson_cells import definitions
 
 from course_utils import device, launch
 from course_utils.data import Windows
-from course_utils.models import TransformerConfig, build_gpt
-from lessons.tensor_parallel import helpers as tensor_parallel
+from course_utils.models import TransformerConfig
 from lessons.tensor_parallel.helpers import compare
 
 pytestmark = pytest.mark.guard(120)
@@ -70,13 +69,3 @@ def test_loss_over_a_split_vocabulary_whose_exponents_would_overflow():
 
     cross_entropy = lesson()["vocab_parallel_cross_entropy"]
     assert max(on(3, try_it)) < 1e-8
-
-
-def test_parameters_of_a_rank():
-    even = replace(SMALL, vocabulary=132)
-
-    def count(parallel):
-        return sum(p.numel() for p in parallel(build_gpt(even)).parameters())
-
-    assert on(3, count, lesson()["parallel"]) == [tensor_parallel.parameters_of_rank(even, 3)] * 3
-    assert tensor_parallel.parameters_of_rank(even, 1) == even.parameter_count
