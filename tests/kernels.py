@@ -80,12 +80,10 @@ class Cell:
     err: str = ""
     result: dict | None = None
     displays: list[dict] = field(default_factory=list)
-    order: list[str] = field(default_factory=list)  # "stream", "display_data", … in the order they came
     answers: list[str | None] = field(default_factory=list)  # to what it is going to ask; None: the stop button
     asked: list[str] = field(default_factory=list)
     error: str = ""
     error_name: str = ""
-    error_value: str = ""
     done: bool = False
 
     @property
@@ -96,7 +94,7 @@ class Cell:
 class Kernel:
     """A kernel of this environment, as JupyterLab starts it, with an own temporary folder."""
 
-    def __init__(self, cwd: Path | str | None = None, **env: str) -> None:
+    def __init__(self, **env: str) -> None:
         from jupyter_client import KernelManager  # here, for ranks import this module too
 
         from tools.author.notebooks import local_sockets
@@ -109,7 +107,7 @@ class Kernel:
         # the connection file belongs to Jupyter, not to the course
         self.manager = KernelManager(kernel_name="python3", config=local_sockets(self.folder))
         try:
-            self.manager.start_kernel(env=self.env, cwd=str(cwd or self.folder))
+            self.manager.start_kernel(env=self.env, cwd=str(self.folder))
             self._connect()
         except BaseException:
             sweep(self.mark, self.folder)
@@ -120,22 +118,15 @@ class Kernel:
         self.client.start_channels()
         self.client.wait_for_ready(timeout=180)
 
-    @property
-    def pid(self) -> int:
-        return self.manager.provisioner.pid
-
-    def start(self, code: str) -> Cell:
+    def start(self, code: str, *answers: str | None) -> Cell:
         """Send a cell without waiting for it."""
-        return self._start(code, [])
-
-    def _start(self, code: str, answers: list[str | None]) -> Cell:
-        cell = Cell(answers=answers)
+        cell = Cell(answers=[*answers])
         cell.id = self.client.execute(code, allow_stdin=bool(answers))
         return cell
 
-    def talk(self, code: str, *answers: str | None, timeout: float = 120.0) -> Cell:
+    def talk(self, code: str, *answers: str | None) -> Cell:
         """Run a cell with somebody at the page, who answers what it asks; None presses the stop button."""
-        return self.pump(self._start(code, [*answers]), timeout=timeout)
+        return self.pump(self.start(code, *answers))
 
     def _answer(self, cell: Cell) -> None:
         """Answer what has been asked."""
@@ -179,30 +170,28 @@ class Kernel:
             cell.displays.append(content["data"])
         elif kind == "error":
             cell.error = ANSI.sub("", "\n".join(content["traceback"]))
-            cell.error_name, cell.error_value = content["ename"], ANSI.sub("", content["evalue"])
+            cell.error_name = content["ename"]
         elif kind == "status" and content["execution_state"] == "idle":
             cell.done = True
-        if kind in ("stream", "display_data", "execute_result", "error"):
-            cell.order.append(kind)
 
-    def run(self, code: str, timeout: float = 120.0) -> Cell:
+    def run(self, code: str) -> Cell:
         """Run a cell to its end, whatever that is."""
-        return self.pump(self.start(code), timeout=timeout)
+        return self.pump(self.start(code))
 
-    def good(self, code: str, timeout: float = 120.0) -> Cell:
+    def good(self, code: str) -> Cell:
         """Run a cell that must not raise."""
-        cell = self.run(code, timeout)
+        cell = self.run(code)
         assert not cell.error, f"{code}\n{cell.out}{cell.err}\n{cell.error}"
         return cell
 
-    def start_until(self, code: str, text: str, timeout: float = 120.0) -> Cell:
+    def start_until(self, code: str, text: str) -> Cell:
         """Send a cell and wait until it has shown `text` (while it still runs)."""
-        return self.pump(self.start(code), lambda cell: text in cell.out + cell.err, timeout)
+        return self.pump(self.start(code), lambda cell: text in cell.out + cell.err)
 
-    def interrupt(self, cell: Cell, timeout: float = 120.0) -> Cell:
+    def interrupt(self, cell: Cell) -> Cell:
         """Interrupt the running cell as the stop button does, and wait until it has ended."""
         self.manager.interrupt_kernel()
-        return self.pump(cell, timeout=timeout)
+        return self.pump(cell)
 
     def restart(self) -> None:
         """Restart as the restart button does."""
@@ -212,7 +201,7 @@ class Kernel:
 
     def kill(self) -> None:
         """End the kernel process itself with SIGKILL; what it started is left to itself."""
-        os.kill(self.pid, signal.SIGKILL)
+        os.kill(self.manager.provisioner.pid, signal.SIGKILL)
 
     def close(self) -> None:
         try:

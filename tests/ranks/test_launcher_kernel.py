@@ -75,14 +75,6 @@ launch(work, world_size=2);
     assert not cell.err
 
 
-def test_output_obeys_what_the_cell_does_with_its_output(kernel):
-    cell = kernel.good("%%capture got\nlaunch(lambda: print('kept'), world_size=2)")
-    assert not cell.out and kernel.good("got.stdout").value == r"'[ranks 0,1] kept\n'"
-    code = "import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()) as text:\n"
-    code += "    launch(lambda: print('kept'), world_size=2)\ntext.getvalue()"
-    assert kernel.good(code).value == r"'[ranks 0,1] kept\n'"
-
-
 def test_figures_and_displayed_objects_show_in_the_notebook(kernel):
     kernel.good("import matplotlib.pyplot as plt")
     cell = kernel.good("""
@@ -220,16 +212,14 @@ def test_an_error_shows_the_learners_line_and_no_frame_of_the_package(kernel, co
 STUCK = {
     "skips": "if dist.get_rank() == 0: dist.all_reduce(torch.ones(1))",
     "floods": 'while dist.get_rank() == 0: os.write(1, b"." * 1000)\n    dist.barrier()',
-    "swallows": "while True:\n        try: time.sleep(1000)\n        except BaseException: pass",
     "computes": "sum(range(10**12))",
 }
 
 
-@pytest.mark.parametrize(("how", "times"), [("skips", 1), ("floods", 1), ("swallows", 1), ("computes", 3)])
+@pytest.mark.parametrize(("how", "times"), [("skips", 1), ("floods", 1), ("computes", 3)])
 def test_interrupts_stop_the_ranks_and_return_to_the_prompt(kernel, how, times):
     program = f"def stuck():\n    print('ready')\n    {STUCK[how]}\nlaunch(stuck, world_size=2, timeout=1000)"
     cell = kernel.start_until(program, "ready")
-    time.sleep(0.3)  # let the ranks arrive where they hang
     for _ in range(times):
         kernel.manager.interrupt_kernel()
         time.sleep(0.05)

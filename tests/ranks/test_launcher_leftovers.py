@@ -96,8 +96,6 @@ def load(how):
             print("loading", flush=True)
             if how == "hangs":
                 time.sleep(1000)
-            if how == "fails" and dist.get_rank() == 1:
-                raise ValueError("mine")
             if how == "dies" and dist.get_rank() == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -114,7 +112,7 @@ def test_data_loaders_that_are_stopped_leave_no_files_and_others_work():
     with Script(
         LOADING
         + """
-for how, timeout in (("hangs", 3), ("fails", 60), ("dies", 60)):
+for how, timeout in (("hangs", 3), ("dies", 60)):
     try:
         launch(load, how, world_size=2, timeout=timeout)
     except WorkerError as error:
@@ -123,8 +121,7 @@ for how, timeout in (("hangs", 3), ("fails", 60), ("dies", 60)):
 """
     ) as script:
         out = script.finish()
-        assert out.count("loading\n") == 3 and "HangError" in out, out
-        assert out.count("next [64, 64] []") == 3, out
+        assert "HangError" in out and out.count("next [64, 64] []") == 2, out
         assert not left_behind(script.mark, script.temporary)
 
 
@@ -158,39 +155,6 @@ time.sleep(1000)
         with Script(SMALL, TMPDIR=str(script.temporary)) as after:
             after.finish()
             assert not left_behind(after.mark, script.temporary)
-
-
-# --- where ranks meet ------------------------------------------------------------------------------------------------
-
-
-def test_the_store_of_a_group_is_there_until_its_ranks_have_ended_the_group(tmp_path):
-    """A thread of NCCL's reads it each second, and waits for ever where it is gone: the end of the group waits for it.
-    """
-
-    def note_the_end():
-        from course_utils.ranks import process_group
-        from course_utils.ranks.state import state
-
-        end, store, rank = dist.destroy_process_group, state.store, dist.get_rank()
-
-        class Noting:
-            def __getattr__(self, name):
-                return getattr(dist, name)
-
-            def destroy_process_group(self):
-                (tmp_path / f"rank{rank}").write_text(str(os.path.exists(store)))
-                end()
-
-        process_group.dist = Noting()
-        return store
-
-    shutdown()
-    stores = launch(note_the_end, world_size=2)
-    assert len(set(stores)) == 1 and os.path.exists(stores[0])
-    all_is_well(3)
-    assert [path.read_text() for path in sorted(tmp_path.iterdir())] == ["True", "True"]
-    assert not os.path.exists(stores[0])
-    shutdown()
 
 
 # --- interrupts and other threads while ranks end --------------------------------------------------------------------

@@ -73,20 +73,6 @@ def test_an_edit_inside_a_package_is_seen(folder):
     assert launch(ask, world_size=2) == [("own", 22)] * 2
 
 
-def test_a_module_that_has_not_changed_is_not_imported_again(folder):
-    text = "import os\nwith open(f'imports-{os.getpid()}', 'a') as f:\n    f.write('x')\n"
-    write(folder / "counted.py", text, at=time.time() - 10)
-
-    def ask():
-        import counted  # noqa: F401
-
-        with open(f"imports-{os.getpid()}") as file:
-            return file.read()
-
-    for _ in range(3):
-        assert launch(ask, world_size=2) == ["x", "x"]
-
-
 HALF = """
 import os, time
 import halfway.part

@@ -136,34 +136,3 @@ def test_what_python_does_at_the_end_of_a_program_is_done(tmp_path):
     launch(program, world_size=2, init=False)
     files = {file.name: file.read_text() for file in tmp_path.iterdir()}
     assert files == dict.fromkeys(("exit0", "exit1", "log0", "log1", "thread0", "thread1"), "written")
-
-
-def _other_way_round() -> tuple[int, int]:
-    given = -int(os.environ["RANK"]) % int(os.environ["WORLD_SIZE"])  # rank 0 stays where it is: it hosts the store
-    dist.init_process_group("gloo", rank=given, world_size=int(os.environ["WORLD_SIZE"]))
-    x = torch.tensor([float(given)])
-    dist.broadcast(x, src=0)
-    place = dist.get_rank(), int(x)
-    dist.destroy_process_group()
-    return place
-
-
-def test_a_rank_that_the_program_gives_counts_more_than_the_variable():
-    assert launch(_other_way_round, world_size=3, init=False) == [(-r % 3, 0) for r in range(3)]
-
-
-# --- what keeps a group of an earlier call in mind -----------------------------------------------------------------
-
-
-def test_differentiable_collectives_work_on_other_numbers_of_ranks():
-    def work():
-        import torch.distributed.nn.functional as functional
-
-        x = torch.tensor([2.0 + dist.get_rank()], requires_grad=True)
-        total = functional.all_reduce(x)
-        total.backward()
-        parts = functional.all_gather(x)
-        return total.item(), x.grad.item(), len(parts)
-
-    for n in (2, 3, 2):
-        assert launch(work, world_size=n) == [(2.0 * n + n * (n - 1) / 2, float(n), n)] * n

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import multiprocessing
 import os
 import signal
@@ -13,7 +12,6 @@ import time
 import warnings
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -34,26 +32,17 @@ def settings() -> dict[str, tuple]:
     def broken(*args, **kwargs):
         raise RuntimeError("replaced by an earlier call")
 
-    train = "train"
     return {
         "default device": (lambda: torch.set_default_device("meta"), lambda: torch.ones(1).device.type),
         "default dtype": (lambda: torch.set_default_dtype(torch.float64), lambda: str(torch.ones(1).dtype)),
         "deterministic": (lambda: torch.use_deterministic_algorithms(True), torch.are_deterministic_algorithms_enabled),
-        "anomaly mode": (lambda: torch.autograd.set_detect_anomaly(True) and None, torch.is_anomaly_enabled),
         "grad mode": (lambda: torch.set_grad_enabled(False) and None, torch.is_grad_enabled),
-        "autocast": (lambda: torch.set_autocast_enabled("cpu", True), lambda: torch.is_autocast_enabled("cpu")),
-        "TF32 by its newer name": (
-            lambda: setattr(torch.backends, "fp32_precision", "tf32"), lambda: torch.backends.fp32_precision),
         "all_reduce": (lambda: setattr(dist, "all_reduce", broken), summed),
         "start method": (
             lambda: multiprocessing.set_start_method("spawn", force=True), multiprocessing.get_start_method),
         "warnings filters": (lambda: warnings.simplefilter("error"), lambda: [str(f) for f in warnings.filters]),
-        "print options": (lambda: np.set_printoptions(precision=1), lambda: np.get_printoptions()["precision"]),
         "handler of a signal": (
             lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN) and None, lambda: str(signal.getsignal(15))),
-        "handler of a logger": (
-            lambda: logging.getLogger(train).addHandler(logging.NullHandler()),
-            lambda: len(logging.getLogger(train).handlers)),
         "standard output": (lambda: setattr(sys, "stdout", open(os.devnull, "w")), lambda: sys.stdout.name),
         "environment": (lambda: os.environ.update(LEFT="here"), lambda: os.environ.get("LEFT")),
     }

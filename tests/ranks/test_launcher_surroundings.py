@@ -8,9 +8,8 @@ import stat
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import missing
-from kernels import Kernel, Script, marked, namespace
+from kernels import Script, marked, namespace
 
 pytestmark = pytest.mark.guard(120)
 
@@ -102,21 +101,3 @@ def test_ranks_meet_without_a_network_and_ask_no_name_server():
     prefix = prefix or missing("the right to make network, mount and name namespaces")
     with Script(OFFLINE, prefix=prefix) as script:
         assert script.finish(110) == "[4.0, 4.0, 4.0, 4.0] [2.0, 2.0] [3.0, 3.0, 3.0]\nnothing was asked\n"
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_ranks_use_the_gpu_also_after_the_notebook_has():
-    with Kernel() as kernel:
-        kernel.good("import torch\nimport torch.distributed as dist\nfrom course_utils import device, launch")
-        kernel.good("torch.ones(1).cuda()")
-        code = """
-def work():
-    x = torch.ones(3, device=device())
-    dist.all_reduce(x)
-    return str(x.device), dist.get_backend(), x
-[(where, backend, x.device.type, x.tolist()) for where, backend, x in launch(work, world_size=1)]
-"""
-        assert kernel.good(code).value == "[('cuda:0', 'nccl', 'cpu', [1.0, 1.0, 1.0])]"
-        more = torch.cuda.device_count() + 1
-        cell = kernel.good(f"launch(lambda: (dist.get_backend(), device().type), world_size={more})[0]")
-        assert cell.value == "('gloo', 'cpu')"

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from calls import case
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from course_utils import WorkerError, launch, record
 
@@ -87,6 +86,16 @@ def uneven_all_to_all_counts_what_this_rank_puts_in():
     inputs = [1, 2] if rank == 0 else [3, 4]
     outputs = [1, 3] if rank == 0 else [2, 4]
     dist.all_to_all_single(torch.empty(sum(outputs)), torch.ones(sum(inputs)), outputs, inputs)
+
+
+@case(CALLS, every(("all_reduce", 240)))
+def coalesced_collectives():
+    from torch.distributed.distributed_c10d import _coalescing_manager
+
+    with _coalescing_manager(async_ops=True) as manager:
+        for n in (10, 20, 30):
+            dist.all_reduce(torch.ones(n))
+    manager.wait()
 
 
 @case(CALLS, every(("all_reduce", 40), ("all_gather", 80), ("reduce_scatter", 40), ("all_gather", 8 * 4 * 4)))
@@ -177,45 +186,20 @@ def test_what_a_rank_sends_is_counted_by_group_and_between_nodes():
     assert sent == [(68, 60, 8), (80, 80, 80), (60, 60, 0), (68, 60, 68)]
 
 
-def test_object_and_coalesced_collectives_are_counted_with_all_their_bytes():
-    def work():
-        from torch.distributed.distributed_c10d import _coalescing_manager
-
-        dist.all_gather_object([None] * 2, {"a": 1})
-        dist.broadcast_object_list(["x"], src=0)
-        with _coalescing_manager(async_ops=True) as manager:
-            for n in (10, 20, 30):
-                dist.all_reduce(torch.ones(n))
-        manager.wait()
-
-    for ledger in run(work, world_size=2):
-        assert ledger.count("all_gather") >= 2 and ledger.count("broadcast") >= 2
-        assert ledger.bytes("all_gather") > 0 and ledger.bytes("all_reduce") == 240
-
-
 def test_an_entry_begins_before_it_ends_and_times_ascend():
     def work():
-        import time
-
         begin = time.monotonic()
         with record() as ledger:
-            x = torch.ones(100_000)
-            for _ in range(3):
-                dist.all_reduce(x)
-            handles = [dist.all_reduce(x, async_op=True) for _ in range(2)]
+            handles = [dist.all_reduce(torch.ones(100_000), async_op=True) for _ in range(3)]
             for handle in handles:
                 handle.wait()
             dist.barrier()
         return ledger, begin, time.monotonic()
 
     for ledger, begin, end in launch(work, world_size=2):
-        assert len(ledger) == 6
-        for entry in ledger.entries:
-            assert begin <= entry.start <= entry.end <= end
         starts = [entry.start for entry in ledger.entries]
-        assert starts == sorted(starts)
-        numbers = [entry.number for entry in ledger.entries]
-        assert numbers == sorted(set(numbers))
+        assert len(ledger) == 4 and starts == sorted(starts)
+        assert all(begin <= entry.start <= entry.end <= end for entry in ledger.entries)
 
 
 def test_the_call_site_is_the_learners_line():
@@ -255,38 +239,3 @@ def test_records_end_with_their_block_also_after_an_exception_and_nest():
 
     expected = [["barrier", "all_reduce", "barrier"], ["all_reduce"], ["barrier"], []]
     assert launch(work, world_size=2) == [expected] * 2
-
-
-def test_what_was_sent_is_not_kept():
-    """After a barrier nothing of what came before it is held.
-
-    Two ways in which it once was: gloo's reduce-scatter never says that it has completed, and its barrier keeps what
-    one of gloo's threads had still in its hands when the barrier began (about one time in ten).
-    """
-
-    def round_of_operations(asynchronous: bool) -> list[StorageWeakRef]:
-        whole, part = torch.ones(dist.get_world_size()), torch.empty(1)
-        request = dist.reduce_scatter_single(part, whole, async_op=asynchronous)
-        if asynchronous:
-            request.wait()
-        dist.all_gather_single(whole, part)
-        return [StorageWeakRef(tensor.untyped_storage()) for tensor in (whole, part)]
-
-    def work():
-        held, until = [], time.monotonic() + 20
-        for number in range(60):
-            sent = round_of_operations(asynchronous=number % 3 == 1)
-            if number % 3 == 2:
-                dist.barrier()
-                while not all(storage.expired() for storage in sent) and time.monotonic() < until:
-                    time.sleep(0.001)  # gloo's threads let go a moment after the operation
-                held.append(sum(not storage.expired() for storage in sent))
-        return held
-
-    def watched():
-        with record():
-            return work()
-
-    for function in (work, watched):
-        for held in launch(function, world_size=2):
-            assert held == [0] * 20

@@ -52,14 +52,6 @@ def another_root():
     dist.broadcast(torch.ones(2), src=dist.get_rank() % 2)
 
 
-@case(WRONG, 2, "all_reduce #1 (ranks 1,2): rank 2 reduces with MAX, rank 1 reduces with SUM", "group=pair")
-def another_reduction_in_a_sub_group():
-    pair = dist.new_group([1, 2])
-    op = dist.ReduceOp.MAX if dist.get_rank() == 2 else dist.ReduceOp.SUM
-    if dist.get_rank():
-        dist.all_reduce(torch.ones(2), op=op, group=pair, async_op=True).wait()
-
-
 @case(WRONG, 1, "message #1 from rank 0 to rank 1: rank 0 sends 2 elements of float32, rank 1 receives 3", "dist.recv(")
 def a_larger_message_expected():
     if dist.get_rank() == 0:
@@ -123,21 +115,6 @@ def test_groups_in_another_order_are_told_without_the_time_out():
     assert re.search(r"ranks 0,2 call all_reduce #1 .* first, rank 1 calls all_reduce #1 .* first", text), text
 
 
-def test_a_hang_shows_where_the_lines_of_the_ranks_part():
-    """A skipped call pairs each later one with another, and all of them look alike."""
-
-    def work():
-        x = torch.ones(1)
-        if dist.get_rank() != 1:
-            dist.all_reduce(x)  # first
-        dist.all_reduce(x)  # second
-        dist.all_reduce(x)  # third
-
-    text = str(refused(work))
-    assert "The first one called from different lines is all_reduce #1 (default)" in text
-    assert re.search(r"ranks 0,2: .*# first\n +rank 1: .*# second", text), text
-
-
 def test_rings_that_wait_for_each_other_are_told_without_the_time_out():
     def work():
         rank, n = dist.get_rank(), dist.get_world_size()
@@ -155,15 +132,6 @@ def test_a_difference_comes_before_the_error_that_follows_from_it():
         assert x.item() == 1, "the wrong result was noticed"
 
     assert "rank 2 reduces with MAX" in str(refused(work))
-
-
-def test_a_program_with_its_own_group_is_compared():
-    def program():
-        dist.init_process_group("gloo")
-        dist.broadcast(torch.ones(1), src=dist.get_rank())
-        dist.destroy_process_group()
-
-    assert "rank 1 has root 1" in str(refused(program, world_size=2, init=False))
 
 
 # --- right programs ----------------------------------------------------------------------------------------------
@@ -223,17 +191,6 @@ def sub_groups_and_their_roots():
     (dist.send if rank > 1 else dist.recv)(torch.ones(2), group=mine, **{
         "group_dst" if rank > 1 else "group_src": 0 if rank > 1 else 1
     })
-
-
-@case(RIGHT)
-def asynchronous_calls_that_are_waited_for_in_another_order():
-    works = [dist.all_reduce(torch.ones(size), async_op=True) for size in range(1, 30)]
-    for work in reversed(works):
-        work.wait()
-    group = dist.new_group()
-    late = dist.all_reduce(torch.ones(3), group=group, async_op=True)
-    dist.barrier()
-    late.wait()
 
 
 @case(RIGHT)
@@ -340,12 +297,3 @@ def test_a_collective_that_another_thread_waits_in_is_told():
 
     with pytest.raises(HangError, match=r"ranks 0,1,3 wait in barrier number 1; rank 2 never joined it"):
         launch(work, world_size=4, timeout=2)
-
-
-def test_types_are_told_before_sizes():
-    def reduce():
-        dist.all_reduce(torch.ones(4, dtype=torch.float32 if dist.get_rank() == 0 else torch.bfloat16))
-
-    with pytest.raises(WorkerError) as caught:
-        launch(reduce, world_size=2, timeout=3)
-    assert "different types: rank 0 float" in str(caught.value) and "different sizes" not in str(caught.value)

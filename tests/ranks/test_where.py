@@ -1,92 +1,25 @@
-"""scripts/where.py names the rank to look at in jobs that hang, under torchrun as it stands."""
+"""What scripts/where.py says of records and stacks, and that it disturbs nobody."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
 import runpy
-import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from pathlib import Path
 
-import psutil
 import pytest
-from conftest import ROOT
 
-pytestmark = [
-    pytest.mark.guard(180), pytest.mark.skipif(sys.platform != "linux", reason="where.py reads /proc"),
-]
-WHERE = ROOT / "scripts" / "where.py"
-RANKS = 3
+from course_utils.programs import SCRIPTS
 
-#: A rank says that it is about to hang by a file of its name; the test asks only then.
-PROGRAM = """
-import sys
-import where
-where.listen(sys.argv[1])
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-x = torch.ones(4)
-dist.all_reduce(x)
-open(f"{sys.argv[1]}/ready-{dist.get_rank()}", "w").close()
-if dist.get_rank() != 1:
-    dist.all_reduce(x)  # skipped by one
-dist.barrier()
-dist.all_reduce(x)
-"""
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[int]:
-    """The process of torchrun, once all ranks are about to hang; its ranks are ended afterwards."""
-    shutil.copy(WHERE, tmp_path / "where.py")
-    (tmp_path / "program.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}",
-               str(tmp_path / "program.py"), str(tmp_path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    with open(tmp_path / "log", "w") as log:
-        agent = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
-    ranks: list[psutil.Process] = []
-    try:
-        while len([*tmp_path.glob("ready-*")]) < RANKS:
-            assert agent.poll() is None, (tmp_path / "log").read_text()
-            time.sleep(0.05)
-        ranks = psutil.Process(agent.pid).children(recursive=True)
-        yield agent.pid
-    finally:
-        for process in [agent, *ranks]:
-            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-                process.kill()
-        agent.wait()
-
-
-def where(*arguments: object) -> str:
-    """What where.py says."""
-    command = [sys.executable, str(WHERE), "--pause=1", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_a_job_is_found_by_torchruns_process_or_command_and_the_odd_rank_named(job: int, tmp_path: Path):
-    expected = "look at rank 1: collective #2 of the default group differs: ranks 0, 2 all_reduce, rank 1 barrier"
-    end, said = time.monotonic() + 60, ""
-    while expected not in said and time.monotonic() < end:  # a rank that has just said so may not have come there
-        said = where(job)
-    assert expected in said and len(re.findall(r"^rank \d  pid \d+", said, re.MULTILINE)) == RANKS, said
-    assert re.search("rank 1 .*dist.barrier", said), said
-    assert expected in where("--torchrun", re.escape(str(tmp_path)))
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="where.py reads /proc")
+WHERE = SCRIPTS / "where.py"
 
 
 def test_a_signal_goes_only_to_who_expects_it():
     """Nobody is ended: a process that has not prepared anything gets no SIGUSR1."""
     command, environment = [sys.executable, "-c", "import time; time.sleep(600)"], {**os.environ, "RANK": "0"}
     with subprocess.Popen(command, env=environment) as rank:
-        said = where(rank.pid)
+        said = subprocess.check_output([sys.executable, WHERE, "--pause=1", str(rank.pid)], text=True)
         assert rank.poll() is None and "rank 0  pid" in said and "missing for rank 0: no stack" in said
         rank.kill()
 
