@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 #: Programs that a cluster is made of, and the Debian and Ubuntu packages that bring them.
 PROGRAMS = {
@@ -25,72 +26,8 @@ PROGRAMS = {
     "slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "sbatch": "slurm-wlm",
 }
 
-CONFIGURATION = """\
-ClusterName=course
-SlurmctldHost=login(10.97.0.254)
-AuthType=auth/munge
-AuthInfo=socket=/run/slurm/munge.sock
-SlurmUser={user}
-SlurmdUser={user}
-StateSaveLocation=/run/slurm/state
-SlurmdSpoolDir=/run/slurm/spool.%n
-SlurmctldPidFile=/run/slurm/slurmctld.pid
-SlurmdPidFile=/run/slurm/%n.pid
-SlurmctldLogFile=/run/slurm/slurmctld.log
-SlurmdLogFile=/run/slurm/%n.log
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-MpiDefault=none
-# The hosts claim more cores than the machine has, and a host that was away may come back.
-SlurmdParameters=config_overrides
-ReturnToService=2
-# A shared cluster leaves these two at their defaults. Here nobody else waits, so jobs may start and end at once.
-SchedulerParameters=batch_sched_delay=0,sched_interval=2
-KillWait=10
-NodeName=node[0-{last}] CPUs=16
-PartitionName=all Nodes=ALL Default=YES State=UP
-"""
-
-# Runs as process 1 of the new namespaces and ends, with all others, when its standard input is closed.
-_START = r"""
-set -e
-mount --make-rprivate /
-mount -t tmpfs tmpfs /run
-mkdir -p /run/netns /run/slurm/state
-cd /run/slurm
-ip link set lo up
-ip link add br0 type bridge
-ip addr add 10.97.0.254/24 dev br0
-ip link set br0 up
-printf '127.0.0.1 localhost\n10.97.0.254 login\n' > hosts
-for i in $(seq 0 $LAST); do
-    ip netns add node$i
-    ip link add port$i type veth peer name eth0 netns node$i
-    ip link set port$i master br0 up
-    ip -n node$i link set lo up
-    ip -n node$i addr add 10.97.0.$((i + 1))/24 dev eth0
-    ip -n node$i link set eth0 up
-    echo "10.97.0.$((i + 1)) node$i" >> hosts
-done
-mount --bind hosts /etc/hosts
-hostname login
-printf %s "$CONFIGURATION" > slurm.conf
-unset CONFIGURATION
-head -c 1024 /dev/urandom > key
-chmod 600 key
-munged --force --key-file key --socket munge.sock --pid-file munge.pid --log-file munge.log --seed-file seed
-slurmctld
-for i in $(seq 0 $LAST); do
-    nsenter --net=/run/netns/node$i unshare --uts sh -c "hostname node$i && exec slurmd -N node$i"
-done
-for i in $(seq 300); do
-    test "$(sinfo --noheader --Node --format=%t | grep -c idle)" = $((LAST + 1)) && echo ready && exec cat
-    sleep 0.1
-done
-sinfo --Node
-cat *.log
-"""
+#: The daemons' configuration, in which ``{user}`` and ``{last}`` are filled in, and what starts them.
+CONFIGURATION, _START = (Path(__file__).with_name(name).read_text() for name in ("slurm.conf", "slurm.sh"))
 
 
 def missing() -> list[str]:
