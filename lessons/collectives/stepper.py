@@ -92,7 +92,7 @@ def collective_stepper(world_size: int = 4) -> Explorer:
 
         numbers = [_parse(rank, words, n) for rank, words in enumerate(inputs)]
         try:
-            return torch.stack(launch(trace, name, numbers, None, world_size=n, timeout=60))
+            return torch.stack(launch(trace, name, numbers, world_size=n, timeout=60))
         except WorkerError as error:
             raise ValueError(str(error)) from None
 
