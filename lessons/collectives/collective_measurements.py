@@ -33,26 +33,11 @@ def digits(count: int | None = None) -> torch.Tensor:
 def held(
     collective: Callable[[Any], Any], world_size: int, start: str = "row", backend: str | None = None
 ) -> tuple[list, list]:
-    """Run `collective` on real ranks, and return what each held before and after it.
+    """Run ``collective(x)`` on N real ranks, and return what each held before it, and after it: what it returned.
 
-    Parameters
-    ----------
-    collective : callable
-        ``collective(x)`` -> what the rank holds afterwards, or None. It may change `x`.
-    world_size : int
-        Number of ranks N.
-    start : str
-        What x is: ``"row"``, N numbers of :func:`digits` on every rank; ``"piece"``, one number on every rank;
-        ``"root"``, N numbers on rank 0 and None on the others.
-    backend : str, optional
-        As for `launch`.
-
-    Returns
-    -------
-    before, after : list, index = rank
+    x is by `start`: ``"row"``, N numbers of :func:`digits` on every rank; ``"piece"``, one number on every rank;
+    ``"root"``, N numbers on rank 0 and None on the others.
     """
-    if start not in ("row", "piece", "root"):
-        raise ValueError(f"start must be 'row', 'piece' or 'root', got {start!r}")
 
     def on_this_rank() -> tuple[Any, Any]:
         x = None if start == "root" and dist.get_rank() else digits(1 if start == "piece" else None)

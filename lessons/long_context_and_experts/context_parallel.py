@@ -82,20 +82,7 @@ def overlap_tokens(
 class Attention:
     """Forward of causal attention of one layer and one sequence, split over ranks by one of `METHODS`.
 
-    Attributes
-    ----------
-    method : str
-    length, heads, kv_heads, ranks : int
-    head_size : int
-    flops, bandwidth : float
-        FLOP/s that attention reaches, and bytes per second that a rank sends.
-    element : int
-        Bytes of a number.
-
-    Raises
-    ------
-    ValueError
-        What is asked for cannot be split so.
+    What cannot be split so is a ValueError.
     """
 
     method: str
@@ -104,9 +91,9 @@ class Attention:
     kv_heads: int
     ranks: int
     head_size: int = 128
-    flops: float = 400e12
-    bandwidth: float = 50e9
-    element: int = 2
+    flops: float = 400e12  # FLOP/s that attention reaches
+    bandwidth: float = 50e9  # bytes per second that a rank sends
+    element: int = 2  # bytes of a number
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:

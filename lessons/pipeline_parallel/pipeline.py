@@ -60,26 +60,16 @@ class Schedule:
 class Costs:
     """Time and memory of a micro-batch, in units of your choice.
 
-    Attributes
-    ----------
-    forward, input, weight : float or sequence of float
-        Seconds for F, I and W of a whole rank's share of the layers, or of each *stage* if it is a sequence. B takes
-        I and W together. A single number is divided by the stages that a rank has.
-    transfer : float
-        Seconds from the end of an operation until a neighbour on another rank can use its result. The rank itself
-        goes on at once: transfers overlap with computing.
-    activation : float
-        Memory that F of a rank's share of the layers leaves behind for backward.
-    after_input : float
-        The part of it that is still needed between I and W, 0 to 1.
+    Seconds for F, I and W are those of a rank's share of the layers, or of each *stage* if they are a sequence. B takes
+    I and W together.
     """
 
     forward: float | Sequence[float] = 1.0
     input: float | Sequence[float] = 1.0
     weight: float | Sequence[float] = 1.0
-    transfer: float = 0.0
-    activation: float = 1.0
-    after_input: float = 1.0
+    transfer: float = 0.0  # seconds until another rank can use a result; the rank itself goes on at once
+    activation: float = 1.0  # memory that F of a rank's share of the layers leaves behind for backward
+    after_input: float = 1.0  # the part of it that is still needed between I and W, 0 to 1
 
     def by_stage(self, schedule: Schedule) -> dict[str, list[float]]:
         """Seconds of every kind of operation, by stage."""
@@ -108,19 +98,11 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """A schedule in time.
-
-    Attributes
-    ----------
-    spans : tuple of tuple of Span
-        By rank, in order.
-    memory : tuple of tuple of (float, float)
-        By rank: (time, activations held from then on), in the unit of `Costs.activation`.
-    """
+    """A schedule in time."""
 
     schedule: Schedule
-    spans: tuple[tuple[Span, ...], ...]
-    memory: tuple[tuple[tuple[float, float], ...], ...]
+    spans: tuple[tuple[Span, ...], ...]  # by rank, in order
+    memory: tuple[tuple[tuple[float, float], ...], ...]  # by rank: time, and `Costs.activation` held from then on
 
     @property
     def seconds(self) -> float:
@@ -190,12 +172,8 @@ def interleaved(ranks: int, microbatches: int, virtual: int = 2) -> Schedule:
     """1F1B with `virtual` stages on each rank, stage s on rank s mod ranks.
 
     From Narayanan et al. 2021 (https://arxiv.org/abs/2104.04473, section 2.2): the bubble is `virtual` times smaller,
-    the messages are more than `virtual` times as many.
-
-    Raises
-    ------
-    ValueError
-        The micro-batches are not a multiple of the ranks: groups of `ranks` go through a rank's stages in turn.
+    the messages are more than `virtual` times as many. Groups of `ranks` micro-batches go through a rank's stages in
+    turn, so there must be a multiple of `ranks`.
     """
     _check(ranks, microbatches, virtual)
     if microbatches % ranks:
@@ -297,13 +275,8 @@ def _complete(schedule: Schedule) -> None:
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Run a schedule in simulated time: a rank starts its next operation as soon as it is free and has what it needs.
 
-    F needs the F of the stage before; B and I need the B or I of the stage behind.
-
-    Raises
-    ------
-    ValueError
-        Operations are missing, twice, on the wrong rank or before their own F; or the ranks wait for each other for
-        ever, with the operation at which each of them stands.
+    F needs the F of the stage before; B and I need the B or I of the stage behind. A ValueError says which operations
+    are missing, twice, on the wrong rank or before their own F, or where each of the ranks waits for ever.
     """
     costs = costs or Costs()
     _complete(schedule)

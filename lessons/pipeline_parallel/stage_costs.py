@@ -77,27 +77,14 @@ def kernel_prices(config: TransformerConfig, counts: Sequence[int], windows: int
 
 @dataclass(frozen=True)
 class PublishedStage:
-    """A stage of a published run, by formula, for one micro-batch; bytes are those that one GPU sends.
+    """A stage of a published run, by formula, for one micro-batch; bytes are those that one GPU sends, both ways."""
 
-    Attributes
-    ----------
-    forward : float
-        Seconds of its forward, at the published TFLOP/s.
-    message : int
-        Bytes of the activations that go to the next stage.
-    pipeline, tensor, data : float
-        Bytes forward and backward: activations and their gradients; all-reduces in every layer; gradients of the
-        parameters, which are all-reduced once a step, divided by the step's micro-batches.
-    microbatches : int
-        Micro-batches of a replica in a step.
-    """
-
-    forward: float
-    message: int
-    pipeline: float
-    tensor: float
-    data: float
-    microbatches: int
+    forward: float  # seconds, at the published TFLOP/s
+    message: int  # bytes of the activations that go to the next stage
+    pipeline: float  # of activations and their gradients
+    tensor: float  # of the all-reduces in every layer
+    data: float  # of the gradients, which are all-reduced once a step, divided by its micro-batches
+    microbatches: int  # of a replica in a step
 
 
 def published_stage(run: Run) -> PublishedStage:

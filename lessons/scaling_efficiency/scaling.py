@@ -122,35 +122,20 @@ def forward_backward(config: TransformerConfig) -> ForwardBackward:
 
 
 class BucketRun(NamedTuple):
-    """What rank 0 saw of DDP with one size of buckets.
+    """What rank 0 saw of DDP with one size of buckets."""
 
-    Attributes
-    ----------
-    messages, bytes : int
-        All-reduces of a step, and their bytes together.
-    seconds : float
-        Median time of forward and backward.
-    rows : dict of str to list of (part, start, end)
-        A step as `draw.lanes.step_spans` draws it: the backward pass, and the all-reduces on each of gloo's threads.
-    hidden : float
-        Share of the time in which an all-reduce is under way that lies within the backward pass.
-    """
-
-    messages: int
-    bytes: int
-    seconds: float
-    rows: dict[str, list[Span]]
-    hidden: float
+    messages: int  # all-reduces of a step
+    bytes: int  # of all of them
+    seconds: float  # median time of forward and backward
+    rows: dict[str, list[Span]]  # a step for `step_spans`: the backward pass, and all-reduces on each of gloo's threads
+    hidden: float  # share of the time in which an all-reduce is under way that lies within the backward pass
 
 
 def overlap(events: Iterable[tuple[str, int, float, float]]) -> tuple[dict[str, list[Span]], float]:
     """Read a traced step of a CPU rank: its rows for `step_spans`, and the share of communication in backward.
 
-    Parameters
-    ----------
-    events : iterable of (name, thread, start, end)
-        Operations of the profiler, in seconds. Those of the backward pass begin with ``autograd::engine``, those of the
-        backend with ``gloo:``. A moment in which several threads communicate counts once.
+    Events are operations of the profiler (name, thread, start, end), in seconds. A moment in which several threads
+    communicate counts once.
     """
     events = list(events)
     backward = [(start, end) for name, _, start, end in events if name.startswith("autograd::engine")]

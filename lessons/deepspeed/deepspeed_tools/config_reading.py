@@ -31,13 +31,7 @@ class Finding:
 
 
 def read_file(path: str | Path) -> tuple[dict[str, Any], list[Finding]]:
-    """Read a configuration as DeepSpeed does, by hjson; return what there is to say about the file, too.
-
-    Raises
-    ------
-    ValueError
-        It is no JSON, or what it holds is no object.
-    """
+    """Read a configuration as DeepSpeed does, by hjson; return what there is to say about the file, too."""
     said: list[Finding] = []
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
