@@ -34,15 +34,6 @@ def test_windows_follow_one_another():
         assert torch.equal(torch.cat([y for _, y in items]), text[1 : 50 * context + 1])
 
 
-@pytest.mark.parametrize("context", [1, 64, 14_336])
-def test_as_many_windows_as_the_text_gives(context):
-    windows, text = Windows("valid", context), tokens("valid")
-    assert len(windows) == (len(text) - 1) // context
-    x, y = windows[len(windows) - 1]
-    assert torch.equal(windows[-1][0], x)
-    assert torch.equal(y, text[(len(windows) - 1) * context + 1 : len(windows) * context + 1])
-
-
 def test_a_batch_has_the_windows_with_the_numbers_given():
     windows = Windows(context=8)
     x, y = windows.batch(number for number in (5, 0, -1))

@@ -167,24 +167,6 @@ def test_tracking_leaves_nothing_behind_also_after_an_error():
     assert alive() is None
 
 
-def test_pytorchs_own_tracker_sees_the_same_peak_of_fsdp():
-    def both() -> tuple[int, Memory]:
-        from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
-
-        model, optimizer = sharded(OTHER)
-        x, y = batch(OTHER, 4)
-        step(model, optimizer, OTHER)
-        theirs = FSDPMemTracker(model, optimizer)
-        theirs.track_inputs((x, y))
-        with theirs, track(model, optimizer) as ours:
-            loss(model, x, y).backward()
-            optimizer.step()
-        return theirs.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"], ours.peak
-
-    for theirs, ours in launch(both, world_size=2):
-        assert theirs == ours.total
-
-
 # --- simulated clusters -----------------------------------------------------------------------------------------------
 
 GPT2 = replace(PUBLISHED["GPT-2"], layers=4)

@@ -155,19 +155,6 @@ def test_calls_are_matched_within_their_group_and_right_clocks_stay():
     assert last_to_arrive(matched(aligned(elsewhere)))[1] == [0, 0, 0, pytest.approx(50_000)]
 
 
-def test_a_call_in_which_nobody_waits_says_nothing_of_clocks_and_waits():
-    """The sender goes on at once; the receiver ends later."""
-    args = {"Process Group Name": "0", "Process Group Ranks": "[0, 1]"}
-    names = ["gloo:all_reduce", *3 * ["gloo:broadcast"]]
-    first, second = [
-        trace_of(*(Event(name, "user_annotation", 100 * n + late * (n > 0), 100 * n + 10 + late * (n > 0), 0, 1, args)
-                   for n, name in enumerate(names)), rank=rank)
-        for rank, late in ((0, 0), (1, 30))
-    ]  # fmt: skip
-    assert aligned([first, second]) == [first, second]
-    assert last_to_arrive(matched([first, second]))[1] == [0, 0]
-
-
 def test_a_kernel_has_the_group_of_its_call(tmp_path: Path):
     group = {"Process Group Name": "3", "Process Group Ranks": "[0, 1, ..., 7]"}
     span = {"ph": "X", "ts": 1, "dur": 2, "pid": 1, "tid": 1}
