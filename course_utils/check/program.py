@@ -54,7 +54,7 @@ class Case:
     """Ranks (0: none, in this process), the case's name, its further arguments, and the hint that explains a failure
     which is its own.
 
-    ``errors`` is a pattern of errors that the case is to blame for.
+    ``errors`` is a pattern of errors that the case is to blame for; ``options`` gives more arguments of `ranks.run`.
     """
 
     ranks: int
@@ -62,6 +62,7 @@ class Case:
     args: tuple = ()
     hint: str | None = None
     errors: str | None = None
+    options: Callable[[], Mapping[str, Any]] | None = None
 
 
 class Done(Exception):
@@ -169,15 +170,15 @@ def hints_of(mistakes: Mapping[str, tuple]) -> dict[str, str]:
 
 
 def exercise(
-    title: str, *, passed: str, cases: Sequence, tolerance: float = 1e-12, timeout: float = TIMEOUT,
-    explains: Sequence[str] = (), explained: Mapping[str, str] | None = None, options: Mapping[str, Any] | None = None,
+    title: str, *, passed: str | Callable[[Any], str], cases: Sequence, tolerance: float = 1e-12,
+    timeout: float = TIMEOUT, explains: Sequence[str] = (), explained: Mapping[str, str] | None = None,
 ) -> Callable:
     """Make the check of a program for the ranks; its module says in `MISTAKES` and `RIGHT` what goes with its name.
 
     ``passed`` follows *passed on 1, 2 and 3 ranks:*; ``{said}`` in it is what the program returns on rank 0 in the
-    first case. ``explains`` are keys for which the hint of a case is given where it has one, as it is for wrong values,
-    hangs, errors and calls or bytes that are too many. ``explained`` are patterns in the text of a hang or an error, to
-    the key that they get; ``options`` are more arguments of `ranks.run`.
+    first case, or it is a function of that. ``explains`` are keys for which the hint of a case is given where it has
+    one, as it is for wrong values, hangs, errors and calls or bytes that are too many. ``explained`` are patterns in
+    the text of a hang or an error, to the key that they get.
     """
 
     def make(program: Callable) -> Callable:
@@ -188,8 +189,9 @@ def exercise(
 
         def judge(fn: Callable, timeout: float = timeout) -> None:
             mistakes, said = room.MISTAKES[name], None
-            run = Exercise(title, hints_of(mistakes), timeout, _on_a_rank, options or {}, explained or {})
+            run = Exercise(title, hints_of(mistakes), timeout, _on_a_rank, explained=explained or {})
             for number, case in enumerate(known):
+                run.options = case.options() if case.options else {}
                 results = _run(run, program, fn, case, tolerance)
                 found, said = [result[0] for result in results], results[0][1] if said is None else said
                 rank = min((r for r, one in enumerate(found) if one), key=lambda r: (found[r][0], r), default=None)
@@ -204,7 +206,7 @@ def exercise(
                     elif key in explains or case.hint and key.startswith("too-many"):
                         key = run.fallback or key
                     run.refuse(key, sentence, rank if case.ranks else None)
-            run.passed(passed.replace("{said}", str(said)))
+            run.passed(passed(said) if callable(passed) else passed.replace("{said}", str(said)))
 
         functools.update_wrapper(judge, program, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
         del judge.__wrapped__

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import os
 import socket
 import tempfile
@@ -24,9 +25,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from course_utils.check import TIMEOUT, CheckFailed, Exercise, Outcome, checked, hints_of, paper
-from course_utils.check.compare import close, show, values, whole_number
+from course_utils import record
+from course_utils.check import (
+    TIMEOUT,
+    Case,
+    CheckFailed,
+    Exercise,
+    Outcome,
+    checked,
+    exercise,
+    paper,
+)
+from course_utils.check.compare import values, whole_number
 from course_utils.check.groups import DIFFERENT, GroupsInStep
+from course_utils.check.program import hints_of
 from course_utils.check.traffic import calls, sent
 from course_utils.costs import bytes_sent
 from lessons.debugging_hangs.clinic_check import ward
@@ -34,6 +46,7 @@ from lessons.debugging_hangs.clinic_check import ward
 from . import answers, restarts
 from .clinic import network
 from .hosts import hosts_available
+from .hosts.network import bytes_left
 from .restarts import job_script as job_script
 from .restarts import train as train
 
@@ -42,19 +55,30 @@ RIGHT: dict[str, dict[str, Any]] = dict(restarts.RIGHT)
 
 # --- exercise 1: an all-reduce on two levels
 
-UNEVEN = (263, 1001)  # a little more than 1 MiB in float32, and odd
-PLACEMENTS = (  # the host of each rank, kind and shape of the tensors, the hint of a failure; the last two are measured
-    ((0, 0, 1, 1), "float32", (64, 33), None),
-    ((0, 0, 1, 1), "float32", (37, 3), "remainder"),
-    ((0, 0, 1, 1), "bfloat16, transposed", (41, 24), "any-tensor"),
-    ((0, 0, 1, 1, 2, 2), "float32", (37, 3), "placement"),
-    ((0, 1, 0, 1), "float64", (7,), "placement"),
-    ((0, 0, 0), "float32", (5, 3), "placement"),
-    ((1, 0), "float32", (5, 3), "placement"),
-    ((0, 0, 1, 1), "float32", UNEVEN, None),
-    ((0, 0, 1, 1, 2, 2), "float32", UNEVEN, None),
-)
 HEADERS = 1.12  # at most: the bytes of the tensors with headers and acknowledgements, and making groups
+
+
+def placement(hosts: tuple[int, ...], kind: str, shape: tuple[int, ...], hint: str | None = None) -> Case:
+    """The host of each rank, kind and shape of the tensors, the hint of a failure; the large are measured on hosts."""
+    def on_hosts() -> dict[str, Any]:
+        return {"hosts": {"hosts": len({*hosts})}} if math.prod(shape) > 1 << 18 and hosts_available()[0] else {}
+
+    name = f"hosts {' '.join(map(str, hosts))}, tensor {kind}, {shape[::-1] if 'transposed' in kind else shape}"
+    return Case(len(hosts), name, (hosts, kind, shape), hint, "view|stride|dtype", on_hosts)
+
+
+UNEVEN = (263, 1001)  # a little more than 1 MiB in float32, and odd
+PLACEMENTS = [
+    placement((0, 0, 1, 1), "float32", (64, 33)),
+    placement((0, 0, 1, 1), "float32", (37, 3), "remainder"),
+    placement((0, 0, 1, 1), "bfloat16, transposed", (41, 24), "any-tensor"),
+    placement((0, 0, 1, 1, 2, 2), "float32", (37, 3), "placement"),
+    placement((0, 1, 0, 1), "float64", (7,), "placement"),
+    placement((0, 0, 0), "float32", (5, 3), "placement"),
+    placement((1, 0), "float32", (5, 3), "placement"),
+    placement((0, 0, 1, 1), "float32", UNEVEN),
+    placement((0, 0, 1, 1, 2, 2), "float32", UNEVEN),
+]
 
 
 def tensors(n: int, kind: str, shape: tuple[int, ...]) -> list[Tensor]:
@@ -62,55 +86,6 @@ def tensors(n: int, kind: str, shape: tuple[int, ...]) -> list[Tensor]:
     if "bfloat16" in kind:  # whole numbers, whose mean over 4 ranks is exact
         return [(4 * x).round().clamp(-9, 9).bfloat16().t() for x in made]
     return [x.double() for x in made] if "float64" in kind else made
-
-
-def in_step(tensor: Tensor, fn: Callable, host_of: list[str]) -> Any:
-    with GroupsInStep():
-        return fn(tensor, host_of)
-
-
-@checked
-def hierarchical_mean(fn: Callable, timeout: float = TIMEOUT) -> None:
-    """Check ``fn(tensor, host_of)``, in place, tensors of any shape and dtype: 2(H-1)/H · S bytes leave each host."""
-    run = Exercise("Exercise 1", hints_of(MISTAKES["hierarchical_mean"]), timeout, explained={DIFFERENT: "hang"})
-    emulated, sentence = hosts_available()
-    shares: dict[int, float] = {}
-    for hosts, kind, shape, fallback in PLACEMENTS:
-        data, count = tensors(len(hosts), kind, shape), len(set(hosts))
-        measured = emulated and data[0].nbytes > 1 << 20
-        run.options = {"hosts": {"hosts": count}} if measured else {}
-        outcomes = run.run(
-            in_step, data, fn, [f"node{host}" for host in hosts], fallback=fallback, errors="view|stride|dtype",
-            case=f"hosts {' '.join(map(str, hosts))}, tensor {kind}, {tuple(data[0].shape)}",
-        )
-        mean_in_place(run, hosts, data, outcomes)
-        two_levels(run, hosts, data[0], outcomes)
-        if measured:
-            shares[count] = left_hosts(run, count, data[0].nbytes, outcomes.left_host)
-    if shares:
-        told = ", ".join(f"{share:.2f} S for {count} hosts" for count, share in shares.items())
-        run.passed(f"what left each host, by its interface, is that of two levels: {told}, and headers.")
-    else:
-        run.passed(f"the right bytes by the ledger. They were not measured: {sentence}.")
-
-
-def mean_in_place(run: Exercise, hosts: Sequence[int], data: list[Tensor], outcomes: list[Outcome]) -> None:
-    n, wide = len(data), [x.double() for x in data]
-    total = sum(wide)
-    mean = (total / n).to(data[0].dtype)
-    for rank, outcome in run.each(outcomes):
-        run.require(n == 1 or bool(calls(outcome.ledger)), "not-distributed", "the ledger of this rank is empty.")
-        own = sum(x for x, host in zip(wide, hosts, strict=True) if host == hosts[rank])
-        per_host = hosts.count(hosts[rank])
-        got = "a tensor was returned" if isinstance(outcome.result, Tensor) else "nothing was returned"
-        changed = not torch.equal(outcome.after, outcome.before)
-        run.require(changed, "any-tensor", f"tensor still holds this rank's own numbers; {got}.")
-        wrong = {"one-level": [own / per_host, own / n, own], "divisor": [total, total / per_host, mean / n]}
-        if not close(outcome.after, mean):
-            known = (key for key, some in wrong.items() if any(close(outcome.after, one) for one in some))
-            key = "value" if run.fallback else next(known, "value")
-            run.differs(key, "the tensor after the call is wrong.", show(mean), show(outcome.after))
-        run.require(outcome.after.dtype == mean.dtype, "dtype", f"the tensor after the call is {outcome.after.dtype}.")
 
 
 def by_level(hosts: Sequence[int], rank: int, ledger: Any) -> tuple[list[Any], list[Any]]:
@@ -129,46 +104,59 @@ def bytes_of(entries: list[Any]) -> float:
     return others + sum(entry.bytes * (1 - 1 / len(entry.ranks)) for entry in rooted)
 
 
+def measured(said: Any) -> str:
+    shares = ", ".join(f"{bytes_sent('all_reduce', count, 1):.2f} S for {count} hosts" for count in (2, 3))
+    if said:
+        return f"what left each host, by its interface, is that of two levels: {shares}, and headers."
+    return f"the right bytes by the ledger. They were not measured: {hosts_available()[1]}."
+
+
+@exercise("Exercise 1", cases=PLACEMENTS, passed=measured, tolerance=1e-5, explains=["flat", "leaders"],
+          explained={DIFFERENT: "hang"})
+def hierarchical_mean(note, answer, hosts, kind, shape):
+    """Only 2(H-1)/H · S bytes may leave each host, by the ledger and, on hosts, by the interface."""
+    rank, n, count = dist.get_rank(), len(hosts), len({*hosts})
+    data, per_host = tensors(n, kind, shape), n // count
+    own, x, emulated = data[rank], data[rank].clone(), socket.gethostname() == f"node{hosts[rank]}"
+    dist.barrier()
+    before = bytes_left("self") if emulated else 0
+    with GroupsInStep(), record() as ledger:
+        got = answer(x, [f"node{host}" for host in hosts])
+    note.talks(ledger, n)
+    got = "a tensor was returned" if isinstance(got, Tensor) else "nothing was returned"
+    note.holds(not torch.equal(x, own), "any-tensor", f"tensor still holds this rank's own numbers; {got}.")
+    note.equal(x, (sum(t.double() for t in data) / n).to(own.dtype), "the tensor after the call")
+    note.holds(x.dtype == own.dtype, "dtype", f"the tensor after the call is {x.dtype}.")
+    dist.barrier()
+    left = bytes_left("self") - before if emulated else 0
+    # a reduce-scatter and an all-gather inside the host, 1/L of the tensor across; padded, if shards are cut again
+    size, entries = own.nbytes, by_level(hosts, rank, ledger)
+    (inside, across), everyone, padded = map(bytes_of, entries), [None] * n, size + n * own.element_size()
+    dist.all_gather_object(everyone, across)
+    idle = count > 1 and any(everyone) and not all(everyone)
+    most = bytes_sent("all_reduce", count, padded / per_host)
+    least = bytes_sent("all_reduce", count, own.numel() // per_host * own.element_size())
+    flat = per_host > 1 and any(entry.is_collective and len(entry.ranks) == n for entry in entries[1])
+    light = inside < bytes_sent("all_reduce", per_host, 0.75 * size)
+    told = f"this rank sends {in_s(across, size)} to other hosts; "
+    by_interface = f" {in_s(left, size)} left node{hosts[rank]} by its interface." if emulated else ""
+    note.holds(across <= most + 0.5, "flat" if flat or light and not idle else "leaders",
+               f"{told}{in_s(most, size)} are enough.{by_interface}")
+    note.holds(across >= least - 0.5, "leaders" if idle else "too-few-bytes", f"{told}it takes {in_s(least, size)}.")
+    within = bytes_sent("all_reduce", per_host, padded)
+    told = f"inside its host this rank sends {in_s(inside, size)}; {in_s(within, size)} are enough."
+    note.holds(inside <= within + 0.5, "too-many-bytes", told)
+    if emulated:
+        expected = bytes_sent("all_reduce", count, size)
+        told = f"{by_interface[1:-1]}; {in_s(expected, size)} and headers are enough. By the ledger it is right; but"
+        told += " gloo makes a reduce-scatter from an all-reduce. Take one all-reduce."
+        note.holds(left <= HEADERS * expected, "too-many-bytes", told)
+        note.holds(left >= 0.99 * expected, "too-few-bytes", told)
+    return emulated or None
+
+
 def in_s(count: float, size: int) -> str:
     return f"{count:,.0f} bytes ({count / size:.2f} S)"
-
-
-def two_levels(run: Exercise, hosts: Sequence[int], tensor: Tensor, outcomes: Any) -> None:
-    """Refuse other traffic than a reduce-scatter and an all-gather inside hosts, and 1/L of the tensor across them."""
-    n, count, size = len(hosts), len(set(hosts)), tensor.nbytes
-    per_host = n // count
-    padded = size + n * tensor.element_size()  # at most, for shards that are cut again
-    most = bytes_sent("all_reduce", count, padded / per_host)
-    least = bytes_sent("all_reduce", count, tensor.numel() // per_host * tensor.element_size())
-    within = bytes_sent("all_reduce", per_host, padded)
-    traffic = [by_level(hosts, rank, outcome.ledger) for rank, outcome in enumerate(outcomes)]
-    sizes = [bytes_of(across) for _, across in traffic]
-    idle = count > 1 and any(sizes) and not all(sizes)
-    for rank, (inside, across) in run.each(traffic):
-        told = f"this rank sends {in_s(sizes[rank], size)} to other hosts; "
-        if sizes[rank] > most + 0.5:
-            flat = per_host > 1 and any(entry.is_collective and len(entry.ranks) == n for entry in across)
-            light = bytes_of(inside) < bytes_sent("all_reduce", per_host, 0.75 * size)
-            key = "flat" if flat or light and not idle else "leaders"
-            key = {"any-tensor": "too-many-bytes", "placement": "placement"}.get(run.fallback, key)
-            left = getattr(outcomes, "left_host", None)
-            by_interface = f" {in_s(left[hosts[rank]], size)} left node{hosts[rank]} by its interface." if left else ""
-            run.refuse(key, f"{told}{in_s(most, size)} are enough.{by_interface}")
-        enough = sizes[rank] >= least - 0.5
-        run.require(enough, "leaders" if idle else "too-few-bytes", f"{told}it takes {in_s(least, size)}.")
-        told = f"inside its host this rank sends {in_s(bytes_of(inside), size)}; {in_s(within, size)} are enough."
-        run.require(bytes_of(inside) <= within + 0.5, "too-many-bytes", told)
-
-
-def left_hosts(run: Exercise, count: int, size: int, left_host: list[int]) -> float:
-    """The share of S that has to leave each host; refuses what has left by the interface, if that is not so."""
-    expected = bytes_sent("all_reduce", count, size)
-    for host, left in enumerate(left_host):
-        told = f"{in_s(left, size)} left node{host} by its interface; {in_s(expected, size)} and headers are enough."
-        told += " By the ledger it is right; but gloo makes a reduce-scatter from an all-reduce. Take one all-reduce."
-        run.require(left <= HEADERS * expected, "too-many-bytes", told)
-        run.require(left >= 0.99 * expected, "too-few-bytes", told)
-    return expected / size
 
 
 REDUCE = "dist.reduce_scatter_single(shard, padded, group=inside)"
@@ -194,9 +182,10 @@ MISTAKES["hierarchical_mean"] = {
         with other hosts. None needs to carry more, and none should idle.""",
             {REDUCE: "shard = padded\ndist.all_reduce(shard, group=inside)", GATHER: "pass"}),
     "one-level": ("This covers the ranks of one host only: the other level is missing.",
-            f"{ACROSS}  ->  dist.all_reduce(shard.clone(), group=across)"),
+            [{ACROSS: "dist.all_reduce(shard.clone(), group=across)", MEAN: f"shard /= {divisor}"}
+             for divisor in ("1", "per_host", "1 * len(host_of)")]),
     "divisor": ("The sum over all ranks is right, but the mean divides it by the number of all ranks.",
-            f"{MEAN}  ->  shard /= per_host"),
+            [f"{MEAN}  ->  shard /= {divisor}" for divisor in ("1", "per_host", "len(host_of) ** 2")]),
     "remainder": ("Where the ranks of a host do not divide the elements, something is left over, which counts too.",
             {"count, per_host = tensor.numel()": "count, per_host = tensor.numel() // 2 * 2",
              "= tensor.flatten()": "= tensor.flatten()[:count]",

@@ -18,9 +18,10 @@ from typing import Any
 from course_utils.ranks import errors, launcher, processes
 from course_utils.ranks.labels import tells_place
 
-from . import namespaces, results
+from . import namespaces
 from .network import Hosts, HostsError
 from .plan import INTERFACE, Plan, divide
+from .results import hosts_available as _available
 from .transcript import Transcript, clean, label, load, store
 
 #: What ``run_on_hosts(when=…)`` may do to a host, and how the transcript says that it was done.
@@ -92,10 +93,6 @@ def run_on_hosts(
     if recorded and os.environ.get("COURSE_RECORD"):
         store(recorded, result)
     return result
-
-
-def _available() -> tuple[bool, str]:
-    return results.hosts_available()
 
 
 def _commands(command: Any, count: int) -> list[str]:

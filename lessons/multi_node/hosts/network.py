@@ -25,6 +25,8 @@ _QUIET = 0.005  # seconds without a byte after which a link counts as quiet
 _DRAIN = 5.0  # seconds to wait for that, at most
 _PATH = os.pathsep.join([os.defpath, "/usr/sbin", "/sbin"])  # where others than root do not look for programs
 _CONTAINERS = ("/.dockerenv", "/run/.containerenv")  # files of Docker, of Podman
+_ENDED = "the emulated hosts have been ended from outside; the next call makes new ones"
+_UNANSWERED = {"what": "the process that makes the hosts", "errno": 0, "error": "no answer"}
 
 
 class HostsError(Exception):
@@ -148,7 +150,7 @@ class Hosts:
             stderr=subprocess.DEVNULL, text=True, start_new_session=True, cwd="/",
         )
         try:
-            answer = self._ask(task)
+            answer = self._ask(json.dumps(task)) or _UNANSWERED
             if "pids" not in answer:
                 raise HostsError(_reason(answer))
         except BaseException:  # an interrupt, for example
@@ -156,13 +158,14 @@ class Hosts:
             raise
         self.pids: list[int] = answer["pids"]
 
-    def _ask(self, task: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, line: str) -> dict[str, Any] | None:
+        """What the process that holds the hosts answers to a line, empty where all is well; None: nothing."""
         with contextlib.suppress(OSError, ValueError):
-            self._holder.stdin.write(json.dumps(task) + "\n")
+            self._holder.stdin.write(line + "\n")
             self._holder.stdin.flush()
             if select.select([self._holder.stdout], [], [], _START)[0]:
                 return json.loads(self._holder.stdout.readline())
-        return {"what": "the process that makes the hosts", "errno": 0, "error": "no answer"}
+        return None
 
     @property
     def alive(self) -> bool:
@@ -170,7 +173,7 @@ class Hosts:
 
     def left(self) -> list[int]:
         """Bytes that have left each host, headers included, as its interface has counted them."""
-        return [_sent(pid) for pid in self.pids]
+        return [bytes_left(pid) for pid in self.pids]
 
     def settle(self) -> None:
         """Wait until nothing leaves any host any more: what ranks have sent may still wait for a slow link."""
@@ -185,15 +188,11 @@ class Hosts:
 
     def plug(self, host: int, there: bool) -> None:
         """Pull the cable of a host out of the switch, or put it back. Raises HostsError if that cannot be done."""
-        with contextlib.suppress(OSError, ValueError):
-            self._holder.stdin.write(f"link set port{host} {'up' if there else 'down'}\n")
-            self._holder.stdin.flush()
-            if select.select([self._holder.stdout], [], [], _START)[0]:
-                answer = json.loads(self._holder.stdout.readline())
-                if answer:
-                    raise HostsError(_reason(answer))
-                return
-        raise HostsError("the emulated hosts have been ended from outside; the next call makes new ones")
+        answer = self._ask(f"link set port{host} {'up' if there else 'down'}")
+        if answer is None:
+            raise HostsError(_ENDED)
+        if answer:
+            raise HostsError(_reason(answer))
 
     def close(self) -> None:
         """End the hosts; ranks in them must have ended before."""
@@ -208,13 +207,13 @@ class Hosts:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _sent(pid: int) -> int:
+def bytes_left(pid: int | str) -> int:
     """Bytes that have left the host that a process is in. Raises HostsError if it has ended."""
     try:
         with open(f"/proc/{pid}/net/dev") as table:
             line = next(line for line in table if line.strip().startswith(f"{INTERFACE}:"))
     except (OSError, StopIteration):
-        raise HostsError("the emulated hosts have been ended from outside; the next call makes new ones") from None
+        raise HostsError(_ENDED) from None
     return int(line.split(":")[1].split()[8])
 
 
