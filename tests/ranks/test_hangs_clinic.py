@@ -54,17 +54,6 @@ def test_prints_show_where_the_ranks_part(clinic):
     assert clinic[6].ask("prints").text == "nothing: all ranks run the same lines"
 
 
-def test_what_ranks_say_after_a_time_out_names_nobody(clinic):
-    assert "Timed out waiting" in clinic[2].ask("time-outs").text and "rank 0 " not in clinic[2].ask("time-outs").text
-
-
-def test_the_table_of_who_names_it_is_computed(clinic):
-    rows = {int(row[0]): row[1:] for row in hangs.who_names_it(clinic).rows}
-    assert set(rows) == set(NUMBERS)
-    assert [number for number, row in rows.items() if row[1] == "no"] == [12]  # no call differs there
-    assert [number for number, row in rows.items() if row[2] == "yes"] == [1, 14]  # elsewhere rank 0 does not come
-
-
 @pytest.mark.parametrize("number", NUMBERS)
 def test_the_right_diagnosis_is_accepted_and_each_wrong_one_is_refused_by_a_fact(number):
     case, patient = hangs.CASES[number - 1], hangs.clinic()[number]

@@ -90,9 +90,6 @@ def test_hosts_have_names_addresses_networks_and_the_variables_of_torchrun(tmp_p
     assert len(networks) == 2 and os.readlink("/proc/self/ns/net") not in networks
 
 
-# --- bytes between hosts -------------------------------------------------------------------------------------------
-
-
 # --- warm and cold ranks -------------------------------------------------------------------------------------------
 
 

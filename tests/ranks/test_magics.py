@@ -7,7 +7,6 @@ import re
 import time
 
 import pytest
-import torch
 from calls import says
 from kernels import Kernel
 
@@ -172,15 +171,3 @@ def test_a_function_for_ranks_called_in_the_notebook_is_shown_how_and_other_erro
     cell = kernel.run(call)
     said = cell.error + cell.out + cell.err
     assert cell.error_name and (said.count(advice) == 1 if advice else "launch" not in said), cell
-
-
-def test_device_is_a_value_and_a_function_in_a_cell_on_ranks(kernel):
-    cell = kernel.good("""%%ranks --world-size 2
-x = torch.ones(2, device=device)
-y = torch.zeros(2).to(device)
-x.device.type, y.device.type, device.type, str(device), device == torch.device("cpu"), device().type, str(device())""")
-    gpu = torch.cuda.device_count() >= 2
-    if not gpu:
-        assert cell.out == "[ranks 0,1] ('cpu', 'cpu', 'cpu', 'cpu', True, 'cpu', 'cpu')\n"
-    cell = kernel.good("%%ranks\nfrom course_utils import device\ntorch.ones(2, device=device()).sum().item()")
-    assert cell.out == "[ranks 0,1] 2.0\n"

@@ -15,7 +15,6 @@ import pytest
 from calls import says
 from conftest import ROOT, missing
 from kernels import MARK, Kernel, Script, marked, surroundings
-from notebook_runs import run_core
 from ray_cluster import LOOPBACK
 
 from course_utils import launch
@@ -99,16 +98,6 @@ def fails(kernel: Kernel, code: str, *parts) -> str:
     return cell.out
 
 
-@pytest.mark.guard(300)
-@pytest.mark.parametrize("lesson", ["02_collectives", "04_ddp", "07_fsdp"])
-def test_lessons_run_on_it(cluster, lesson, tmp_path, monkeypatch, pytestconfig):
-    if not pytestconfig.getoption("thorough"):
-        pytest.skip("--thorough runs lessons on Ray")
-    for name, value in cluster.for_drivers.items():
-        monkeypatch.setenv(name, value)
-    run_core(ROOT / "notebooks" / f"{lesson}.ipynb", tmp_path, first=LOOPBACK)
-
-
 # --- the contract --------------------------------------------------------------------------------------------------
 
 
@@ -127,11 +116,6 @@ def test_ranks_stay_warm_are_counted_and_may_be_programs(kernel):
     assert kernel.good("launch(count, world_size=4)").value == "[6.0, 6.0, 6.0, 6.0]"
     kernel.good("def program():\n    dist.init_process_group('gloo')\n    return add()")
     assert kernel.good("launch(program, world_size=4, init=False)").value == "[4, 4, 4, 4]"
-
-
-def test_a_large_argument_and_a_large_result_travel(kernel):
-    code = "bytes_ = os.urandom(3_000_000)\nlaunch(lambda data: data, bytes_, world_size=4) == [bytes_] * 4"
-    assert kernel.good(code).value == "True"
 
 
 def test_the_first_error_a_death_and_an_exit_are_told_with_their_rank(kernel):

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-pytestmark = [pytest.mark.guard(120), pytest.mark.skipif(sys.platform != "linux", reason="hides what Linux has")]
+pytestmark = [pytest.mark.guard(300), pytest.mark.skipif(sys.platform != "linux", reason="hides what Linux has")]
 
 #: Python runs it first, in ranks too: the course's sources see a system called darwin, and no /proc.
 HIDE = """
@@ -81,8 +81,8 @@ def endless():
     while True:
         pass
 
-results = launch(summed, Scale(2.0), world_size=12)
-assert [(scale.by, *rest) for scale, *rest in results] == [(2.0, 132.0, ["all_reduce"])] * 12
+results = launch(summed, Scale(2.0), world_size=3)
+assert [(scale.by, *rest) for scale, *rest in results] == [(2.0, 6.0, ["all_reduce"])] * 3
 for function, error in ((hangs, HangError), (dies, WorkerError)):
     try:
         launch(function, world_size=2, timeout=3)
@@ -109,7 +109,7 @@ def test_what_a_mac_lacks_ends_no_call_and_is_said_in_sentences(tmp_path: Path):
         assert len(folder) == 49
         environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "TMPDIR": folder}
         done = subprocess.run([sys.executable, tmp_path / "program.py"], cwd=ROOT, env=environment, text=True,
-                              capture_output=True, timeout=110)
+                              capture_output=True)
     said = done.stdout
     assert done.stderr.splitlines()[-1].startswith("ranks are found on Linux only"), said + done.stderr
     assert "Traceback" not in done.stderr

@@ -117,9 +117,9 @@ def slow_disk():
 
 
 def trains():
-    while not os.path.exists(folder + "/go"):  # so that it takes no time of the others
-        time.sleep(0.05)
     while True:
+        while not os.path.exists(folder + "/trains/go"):  # so that it takes no time of the others
+            time.sleep(0.05)
         sum(i for i in range(200_000))
         dist.all_reduce(x)
 
@@ -132,9 +132,9 @@ def computes_long():
     def two(n):
         return [i * i for i in range(n)]
 
-    while not os.path.exists(folder + "/go"):
-        time.sleep(0.05)
     while True:
+        while not os.path.exists(folder + "/computes_long/go"):
+            time.sleep(0.05)
         one(300_000)
         two(300_000)
 
@@ -202,6 +202,13 @@ def test_who_is_at_fault_is_named(ward: Path, program):
     assert re.search(HANGING[program], said), said
 
 
+def test_ranks_of_a_torchrun_are_found_by_its_command(ward: Path):
+    """What they do, these have not prepared to tell. That one is found by its PID, lesson 14 shows."""
+    begun(ward, "slow_disk")
+    said = where("--torchrun", re.escape(str(ward)))
+    assert re.findall(r"^rank (\d)  pid", said, re.MULTILINE) == ["0", "1", "2"], said
+
+
 def test_hosts_that_were_asked_one_by_one_are_compared(ward: Path, tmp_path: Path):
     """Each sees some of the ranks only, and cannot tell; their answers together can."""
     pids = begun(ward, "slow_disk")
@@ -217,9 +224,11 @@ def test_hosts_that_were_asked_one_by_one_are_compared(ward: Path, tmp_path: Pat
 @pytest.mark.parametrize("program", HEALTHY, ids=lambda program: program.__name__)
 def test_a_healthy_job_is_not_accused(ward: Path, program):
     pids = begun(ward, program.__name__)
-    (ward / "go").touch()
+    go = ward / program.__name__ / "go"
+    go.touch()
     time.sleep(1)
     said = where(*pids, pause=3)
+    go.unlink()
     assert "look at" not in said and re.search(HEALTHY[program], said), said
 
 
