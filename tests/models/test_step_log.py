@@ -1,30 +1,16 @@
-"""Spans of ranks side by side; the log adds up parts by step; a tool's cost is a ratio, and all see as many steps."""
+"""A late rank is let go when all others wait for it."""
 
 from __future__ import annotations
 
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 
 import cloudpickle
 
 from course_utils import launch
-from course_utils.step_log import LateRank, slowdown
+from course_utils.step_log import LateRank
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import from this folder
-
-
-def test_a_tool_is_entered_once_a_round_and_the_first_of_two_steps_warms_up():
-    entered, steps = [], []
-
-    @contextmanager
-    def tool():
-        entered.append(len(steps))
-        yield
-
-    ratios = slowdown(lambda: steps.append(sum(range(1000))), {"tool": tool}, rounds=3)
-    assert list(ratios) == ["tool"] and ratios["tool"] > 0
-    assert entered == [3, 7, 11] and len(steps) == 13
 
 
 def at_work(folder: str, late: int) -> list[int]:
