@@ -15,6 +15,7 @@ import pytest
 from calls import says
 from conftest import ROOT, missing
 from kernels import MARK, Kernel, Script, marked, surroundings
+from notebook_runs import run_core
 from ray_cluster import LOOPBACK
 
 from course_utils import launch
@@ -96,6 +97,16 @@ def fails(kernel: Kernel, code: str, *parts) -> str:
     assert "course_utils" not in cell.error and "raylet" not in cell.out + cell.err, cell
     assert kernel.good("launch(add, world_size=4)").value == "[4, 4, 4, 4]"
     return cell.out
+
+
+@pytest.mark.guard(300)
+@pytest.mark.parametrize("lesson", ["02_collectives", "04_ddp", "07_fsdp"])
+def test_lessons_run_on_it(cluster, lesson, tmp_path, monkeypatch, pytestconfig):
+    if not pytestconfig.getoption("thorough"):
+        pytest.skip("--thorough runs lessons on Ray")
+    for name, value in cluster.for_drivers.items():
+        monkeypatch.setenv(name, value)
+    run_core(ROOT / "notebooks" / f"{lesson}.ipynb", tmp_path, first=LOOPBACK)
 
 
 # --- the contract --------------------------------------------------------------------------------------------------
