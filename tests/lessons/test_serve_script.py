@@ -30,7 +30,7 @@ from lessons.serving.engine import Request
 from lessons.serving.helpers import alone, ask, server
 
 pytestmark = pytest.mark.guard(240)
-BLOCKS = ("--blocks=40", "--block-size=4")
+BLOCKS = ("--blocks=64", "--block-size=4")
 
 
 def health(port: int) -> dict:
@@ -90,15 +90,15 @@ def weights(tmp_path_factory) -> tuple[Path, GPT]:
     return path, model.eval()
 
 
-def test_answers_are_whole_and_bad_questions_are_refused_with_the_reason(weights):
+def test_answers_are_whole_bad_questions_are_refused_with_the_reason_and_a_stop_lets_readers_finish(weights):
     path, model = weights
-    with server(2, *BLOCKS, f"--weights={path}", "--queue=3") as (port, _):
+    with server(2, *BLOCKS, f"--weights={path}", "--queue=3") as (port, process):
         status, (name, *tokens, last) = ask(port, prompt="Alice was", new=20)
         text = "".join(line["token"] for line in tokens)
         assert status == 200 and name == {"name": 1} and last == {"done": True, "tokens": 20}
         assert [*text.encode()] == alone(model, Request(0, [*b"Alice was"], 20))[9:]
         for question, refused, reason in (
-            ({"prompt": "a" * 150, "new": 11}, 413, "room for 160 tokens, and 150 + 11"),
+            ({"prompt": "a" * 246, "new": 11}, 413, "room for 256 tokens, and 246 + 11"),
             ({"prompt": ""}, 400, "at least one character"), ({"prompt": "é"}, 400, "ASCII"), ({}, 400, "'prompt'"),
             ({"prompt": "a", "new": 0}, 400, "at least 1"), ({"prompt": "a", "new": True}, 400, "whole number"),
             ({"prompt": "a" * 70_000}, 413, "at most 65536"),
@@ -109,9 +109,15 @@ def test_answers_are_whole_and_bad_questions_are_refused_with_the_reason(weights
             status, (line,) = ask(port, prompt="d")
             assert status == 503 and "try again" in line["error"]
         until(lambda: idle(port))  # all three have hung up
+        with reader(port, prompt="Alice", new=250) as (client, _):
+            process.send_signal(signal.SIGTERM)
+            until(lambda: "stopping" in str(ask(port, prompt="late")))
+            assert rest(client)[-1] == {"done": True, "tokens": 250}
+            process.wait(30)
 
 
-def test_under_load_with_cancellations_and_clients_that_hang_up_no_block_and_no_answer_is_lost():
+def test_under_load_no_block_and_no_answer_is_lost_and_readers_are_told_when_a_rank_dies():
+    """Some clients cancel, some hang up. When a rank dies, the others end too."""
     draw, endings = random.Random(0), []
 
     def one(name: int) -> None:
@@ -123,7 +129,7 @@ def test_under_load_with_cancellations_and_clients_that_hang_up_no_block_and_no_
                 urllib.request.urlopen(f"http://127.0.0.1:{port}/cancel", body, timeout=30).close()
             endings.append(rest(client)[-1])
 
-    with server(2, *BLOCKS, "--most=4") as (port, _):
+    with server(2, *BLOCKS, "--most=4") as (port, process):
         ask(port, prompt="first", new=1)
         threads = [threading.Thread(target=one, args=(name,)) for name in range(2, 32)]
         for thread in threads:
@@ -135,23 +141,11 @@ def test_under_load_with_cancellations_and_clients_that_hang_up_no_block_and_no_
         assert loaded(port, "--clients=2,12", "--answers=12", "--new=6", "--limit=60000") == (0, [12, 0, 0, 0, 12])
         until(lambda: idle(port))
 
-
-def test_a_stop_lets_readers_finish_and_takes_nobody_new():
-    with server(2) as (port, process), reader(port, prompt="Alice", new=250) as (client, _):
-        process.send_signal(signal.SIGTERM)
-        until(lambda: "stopping" in str(ask(port, prompt="late")))
-        assert rest(client)[-1] == {"done": True, "tokens": 250}
-        process.wait(30)
-
-
-def test_when_a_rank_dies_the_others_end_and_its_readers_are_told():
-    with server(2) as (port, process):
         ranks = {p.environ().get("RANK"): p for p in psutil.Process(process.pid).children(recursive=True)}
         with reader(port, prompt="Alice", new=250) as (client, _):
             ranks["1"].kill()
             lines = rest(client)
-        assert not any("done" in line for line in lines)
-        assert "not the whole answer" in lines[-1]["error"]
+        assert not any("done" in line for line in lines) and "not the whole answer" in lines[-1]["error"]
         assert process.wait(60) != 0
         assert not any(one.is_running() for one in ranks.values())
 
