@@ -35,8 +35,7 @@ LONG = (  # what takes a minute or so, in the order in which workers begin it; a
     "tests/tools/test_grade.py", "tests/lessons/test_exercises.py",
     "tests/promises/test_benchmarks.py", "tests/promises/test_notebooks.py", "notebooks/",
     "tests/ranks/test_hangs_clinic.py", "tests/lessons/test_multi_node", "tests/ranks/test_where", "solutions/",
-    "tests/promises/test_loading_benchmark.py", "tests/lessons/test_ffcv_data_loading_lesson.py",
-    "tests/ranks/test_launcher", "tests/promises/test_b", "tests/promises/test_environment.py",
+    "tests/lessons/test_ffcv_data_loading_lesson.py", "tests/ranks/test_launcher", "tests/promises/test_b",
     "tests/figures/test_explorers.py", "tests/figures/test_",
     "tests/models/test_fabric.py", "tests/models/test_memory.py", "tests/models/test_models.py",
 )

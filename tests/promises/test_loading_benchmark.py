@@ -18,12 +18,14 @@ pytestmark = pytest.mark.guard(180)
 STORED = json.loads((ROOT / "docs" / "loading.json").read_text())
 
 
-def test_ways_are_measured(tmp_path):
+def test_ways_are_measured(tmp_path, pytestconfig):
+    """FFCV's, whose compiling takes half a minute, with --thorough."""
     if reason := fixes.missing():
         missing(f"FFCV ({reason})")
-    output = tmp_path / "loading.json"
+    output, ways = tmp_path / "loading.json", "dataloader,threads_raw"
+    ways += ",ffcv_raw" if pytestconfig.getoption("thorough") else ""
     program = ROOT / "lessons" / "ffcv_data_loading" / "measure_loaders.py"
-    command = [sys.executable, program, "--quick", "--ways", "dataloader,threads_raw,ffcv_raw", "--output", output]
+    command = [sys.executable, program, "--quick", "--ways", ways, "--output", output]
     environment = os.environ | {"COURSE_BENCH_ENVS": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
     environment["NUMBA_CACHE_DIR"] = str(fixes.user_cache.folder("numba"))
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment)
