@@ -239,6 +239,7 @@ UNPADDED = """rank, sizes = dist.get_rank(), lengths.tolist()
 everything = x.new_empty(sum(sizes), d)
 parts = list(everything.split(sizes))
 parts[rank].copy_(x)
+others = [r for r in range(n) if r != rank]
 """
 
 MISTAKES["ragged_all_gather"] = {
@@ -256,6 +257,8 @@ MISTAKES["ragged_all_gather"] = {
         pays a latency, and collecting everything on one rank makes its link the bottleneck.""",
             [f"{LONGEST}  ->  {UNPADDED}for source, part in enumerate(parts):\n"
             "    dist.broadcast(part, src=source)\nreturn parts",
+             f"{LONGEST}  ->  {UNPADDED}for request in [dist.isend(x, r) for r in others] + "
+             "[dist.irecv(parts[r], r) for r in others]:\n    request.wait()\nreturn parts",
              f"{LONGEST}  ->  longest = torch.tensor(rows)\ndist.all_reduce(longest, op=dist.ReduceOp.MAX)"]),
     "uneven": ("Some ranks hold fewer rows here than others, or none at all. gloo's all_gather wants equal shapes.",
             f"{START}  ->  {START}\nparts = [torch.empty_like(x) for _ in range(n)]\ndist.all_gather(parts, x)\n"

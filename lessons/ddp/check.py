@@ -368,12 +368,14 @@ SIZE = "sum(q.nbytes for q in bucket) + p.nbytes"
 
 MISTAKES["in_buckets"] = {
     "elements": ("bucket_bytes counts bytes, not elements. An element takes 8 bytes in float64 and 4 in float32.",
-            f"{SIZE}  ->  sum(q.numel() for q in bucket) + p.numel()"),
+            [f"{SIZE}  ->  sum(q.numel() for q in bucket) + p.numel()",
+             f"{SIZE}  ->  8 * sum(q.numel() for q in [*bucket, p])"]),
     "storage": ("""It is right until parameters are pieces of one flat tensor. Count a parameter's own bytes, p.nbytes,
         not those of its storage.""", f"{SIZE}  ->  sum(q.untyped_storage().nbytes() for q in [*bucket, p])"),
     "large-alone": ("A parameter larger than bucket_bytes makes a bucket by itself, and no bucket is empty.",
-            "bucket = filling.get(p.dtype)  ->  "
-            "bucket = filling.setdefault(p.dtype, [])\nif not buckets:\n    buckets.append(bucket)"),
+            ["bucket = filling.get(p.dtype)  ->  "
+            "bucket = filling.setdefault(p.dtype, [])\nif not buckets:\n    buckets.append(bucket)",
+             "> bucket_bytes  ->  > bucket_bytes >= p.nbytes"]),
     "too-large": ("A bucket may hold at most bucket_bytes. Close it before it overflows, not after.",
             f"{SIZE} > bucket_bytes  ->  sum(q.nbytes for q in bucket) >= bucket_bytes"),
     "too-small": ("There was room left. The next parameter belongs in the bucket even if it fits exactly.",
@@ -446,7 +448,7 @@ PADDED = """while missing > 0:
 MISTAKES["epoch_indices"] = {
     "seed": ("""The order has to depend on both: the generator is seeded with seed + epoch. Without the epoch, as if
         set_epoch had been forgotten, it is the same in every epoch.""", ["seed + epoch  ->  seed",
-             "seed + epoch  ->  epoch"]),
+             "seed + epoch  ->  epoch", f"{SHUFFLED}  ->  list(range(samples))"]),
     "rank-seed": ("""Each rank shuffles in its own way, so some samples come twice and others never. The ranks must
         agree on one order.""", ["seed + epoch  ->  seed + epoch + rank", "seed + epoch  ->  seed + rank"]),
     "global-generator": ("""The function uses or changes the global generator, which others use as well. Make a
@@ -455,7 +457,7 @@ MISTAKES["epoch_indices"] = {
              SHUFFLED: "torch.randperm(samples).tolist()"}),
     "dealt": ("""Ranks do not take blocks, nor all the same: DistributedSampler deals the samples out like cards. Rank r
         takes r, r + N, r + 2N, … of the order, so that what is done is always a beginning of it.""",
-            [f"{DEALT}  ->  return left",
+            [f"{DEALT}  ->  return left", f"{DEALT}  ->  return left[: len(left) // ranks]",
              f"{DEALT}  ->  return left[rank * len(left) // ranks : (rank + 1) * len(left) // ranks]"]),
     "rest": ("""Some ranks have fewer samples than others, and wait for ever at the end, or samples are missing because
         the rest was cut off. Fill up from the beginning of the epoch's order until N divides the number.""",
@@ -466,7 +468,9 @@ MISTAKES["epoch_indices"] = {
             ["while missing > 0:  ->  if True:", {PADDED: "left += (order * 3)[:missing]"}]),
     "per-rank": ("""`done` counts the samples of all ranks together, from the beginning of the epoch's order. Make that
         order first, cut there, and deal out what is left without another shuffle.""", ["order[done:]  ->  order[:]",
-             {"order[done:]": "order[:]", DEALT: f"{DEALT}[done:]"}]),
+             {"order[done:]": "order[:]", DEALT: f"{DEALT}[done:]"},
+             {"order[done:]": "order[:]", DEALT: f"{DEALT}[done // ranks :]"},
+             {SHUFFLED: f"[done + i for i in {SHUFFLED.replace('samples', 'samples - done')}]", "[done:]": "[:]"}]),
     "resumed-uneven": ("""After resuming it is the rest that N has to divide, not the whole epoch, and the padding comes
         from the beginning of the epoch's order, not from that of the rest.""",
             [{"order[done:]": "order[:]", DEALT: "return left[done:][rank::ranks]"},
@@ -655,7 +659,8 @@ MISTAKES["uneven_epoch"] = {
     "ranks-differ": ("""The ranks end with different weights. A rank that has no batch left must still take the step
         that the others take.""", "optimizer.step()  ->  if step < len(batches):\n    optimizer.step()"),
     "leftover": ("""The gradients of an earlier step are still in it. Clear them before each backward, also on ranks
-        without a batch.""", f"{CLEARED}  ->  {CLEARED} if step == 0 or step < len(batches) else p.grad"),
+        without a batch.""", [f"{CLEARED}  ->  {CLEARED} if step == 0 else p.grad",
+             f"{CLEARED}  ->  {CLEARED} if step == 0 or step < len(batches) else p.grad"]),
     "stops-early": ("The epoch ends when the first rank has no batch left, and the samples of the others are lost.",
             "ReduceOp.MAX  ->  ReduceOp.MIN"),
     "hang": ("""A rank that has no batch left must go on taking part in the all-reduces until all ranks are done. How

@@ -443,8 +443,9 @@ MISTAKES["shard"] = {
             [f"{ORDER}  ->  np.arange(count)", "(seed, epoch)  ->  seed", "(seed, epoch)  ->  seed * epoch"]),
     "together": ("""Samples that are together in one epoch stay together in the next: the order is only rotated, or
         fixed blocks belong to a rank. Shuffle all of them anew, and share them out afterwards.""",
-            {f"order = {ORDER}": f"own = {BLOCK}[rank]\norder = {ORDER[:-6]}own)", "steps * n": "steps",
-             "parts[rank::n]": "parts"}),
+            [f"{ORDER}  ->  np.roll(np.random.default_rng(0).permutation(count), 7 * epoch + seed)",
+             {f"order = {ORDER}": f"own = {BLOCK}[rank]\norder = {ORDER[:-6]}own)", "steps * n": "steps",
+              "parts[rank::n]": "parts"}]),
     "messages": ("The rank asks others. It can compute its batches alone from seed, epoch, rank and world size.",
             f"order = {ORDER}  ->  import torch\norder = torch.from_numpy({ORDER})\ndist.broadcast(order, 0)\n"
             "order = order.numpy()"),
@@ -541,7 +542,7 @@ MISTAKES["imagenet_epoch"] = {
             {FIRST_SECONDS: f"{FIRST_SECONDS} / 60", LATER_SECONDS: f"{LATER_SECONDS} / 60"}),
     "bottleneck": ("""The times are right. The word names what sets the pace in the later epochs: 'disk', 'cpu' or
         'gpu'.""",
-            f"{SLOWEST}  ->  max(later, key=later.get)"),
+            [f"{SLOWEST}  ->  {word}" for word in ("max(later, key=later.get)", "'disk'", "'cpu'", "'gpu'")]),
 }
 
 

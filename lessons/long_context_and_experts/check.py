@@ -85,11 +85,13 @@ MISTAKES["merge"] = {
     "form": ("Return a tuple of three tensors: m, l and o.",
             {"return m, f1 * l1 + f2 * l2, f1 * o1 + f2 * o2": "return (f1 * o1 + f2 * o2) / (f1 * l1 + f2 * l2)"}),
     "maximum": ("The m of both is the larger of the two, for each query on its own.",
-            ["m = torch.maximum(m1, m2)  ->  m = m2",
+            ["m = torch.maximum(m1, m2)  ->  m = m1 + m2", "m = torch.maximum(m1, m2)  ->  m = torch.minimum(m1, m2)",
+             "m = torch.maximum(m1, m2)  ->  m = m1", "m = torch.maximum(m1, m2)  ->  m = m2",
              "m = torch.maximum(m1, m2)  ->  m = torch.full_like(m1, max(m1.max(), m2.max()))"]),
     "rescale": ("""Each l and each o is relative to the m of its own piece. Before two of them can be added, both have
         to be made relative to the new m, an o by the same factor as its l.""",
-            ["f1 * l1 + f2 * l2  ->  l1 + l2", "f1 * o1 + f2 * o2  ->  o1 + o2",
+            ["f1 * l1 + f2 * l2  ->  l1 + l2", "f1 * l1 + f2 * l2  ->  l1 / f1 + l2 / f2",
+             "f1 * o1 + f2 * o2  ->  o1 + o2", "f1 * o1 + f2 * o2  ->  o1 / f1 + o2 / f2",
              "f1 * o1 + f2 * o2  ->  f1 * o1 + o2", "f1 * o1 + f2 * o2  ->  o1 + f2 * o2"]),
     "divided": ("""o is the sum that is not yet divided by l: pieces can be merged further, and the division comes once,
         at the end.""",
@@ -170,10 +172,11 @@ MISTAKES["zigzag"] = {
     "uneven": ("""The number of runs does not divide the number of tokens. There have to be 2n runs all the same, whose
         lengths differ by 1 at most. chunk makes fewer.""",
             ["torch.arange(length).tensor_split(2 * n)  ->  torch.arange(length).chunk(2 * n)",
+             "torch.arange(length).tensor_split(2 * n)  ->  torch.arange(length).split(-(-length // (2 * n)))",
              "torch.arange(length).tensor_split(2 * n)  ->  torch.arange(length // (2 * n) * 2 * n).chunk(2 * n)"]),
     "balance": ("""Add up p + 1 over the positions p of each rank. An early run goes with a late one: the r-th with the
         r-th from the end.""",
-            "runs[2 * n - 1 - r]  ->  runs[n + r]"),
+            ["runs[2 * n - 1 - r]  ->  runs[n + (n - r) % n]", "runs[2 * n - 1 - r]  ->  runs[n + r]"]),
 }
 
 
@@ -230,6 +233,7 @@ MISTAKES["ring_attention"] = {
              "positions[:, None] >= block[2]  ->  torch.ones(len(positions), len(positions)).tril().bool()"]),
     "future": ("A query sees the keys at its own position and before it, in the whole sequence, and no later ones.",
             ["positions[:, None] >= block[2]  ->  positions[:, None] >= 0 * positions",
+             "positions[:, None] >= block[2]  ->  positions[:, None] <= block[2]",
              "positions[:, None] >= block[2]  ->  positions[:, None] > block[2]"]),
     "own-block": ("""A block is missing. There are N blocks to attend to: the rank's own one, before it is passed on,
         and the one that arrives last among them.""", ["total is None  ->  step < 2",
@@ -319,8 +323,10 @@ MISTAKES["ulysses"] = {
              "o = F": "k, v = (t.repeat(1, group, 1, 1) for t in (k, v))\no = F"}),
     "kv-order": ("""Copies of a KV head have to lie next to each other, because consecutive heads use the same one.
         repeat puts them the other way round.""",
-            {"k, v = k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1)":
-                 "k, v = k.repeat(1, copies, 1, 1), v.repeat(1, copies, 1, 1)"}),
+            [{"k, v = k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1)":
+                 "g = q.shape[1] // kv_heads\nk, v = k.repeat(1, g, 1, 1), v.repeat(1, g, 1, 1)"},
+             {"k, v = k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1)":
+                  "k, v = k.repeat(1, copies, 1, 1), v.repeat(1, copies, 1, 1)"}]),
     "few-heads": ("""The number of ranks does not divide the KV heads here, so some of them have to be copied before
         they are sent. How many are there then at least?""", ["math.lcm(n, kv_heads) // kv_heads  ->  1",
              "math.lcm(n, kv_heads) // kv_heads  ->  max(1, n // kv_heads)"]),
@@ -418,9 +424,11 @@ MISTAKES["expert_layer"] = {
             {"back = exchange": "back = results * 1 if len(rows) == 0 else exchange"}),
     "capacity": ("""With a capacity, an expert takes only that many copies from each rank, those of the first tokens. It
         holds for each expert and for each rank on its own.""", ["[:capacity, 0]  ->  [:, 0]",
+             "[:capacity, 0]  ->  [-(capacity or len(flat) + 1):, 0]",
              {"[:capacity, 0]": "[:, 0]",
               "results[owner == i] = expert(i, rows[owner == i])":
-                  "at = (owner == i).nonzero()[:capacity, 0]\nresults[at] = expert(i, rows[at])"}]),
+                  "at = (owner == i).nonzero()[:capacity, 0]\nresults[at] = expert(i, rows[at])"},
+             "[:capacity, 0]  ->  [: capacity and capacity * n // n_experts, 0]"]),
     "padded": ("""The result is right, but more travels than experts take. There are three exchanges, of the counts, the
         tokens and the results. Send each rank the rows for its experts, in lists of different lengths, and none that
         are dropped.""",),
@@ -582,23 +590,26 @@ MISTAKES["ring_hides"] = {
     "milliseconds": ("A second has 1,000 milliseconds.", "computing * 1e3, moving * 1e3  ->  computing, moving"),
     "least": ("""At how many tokens do both take equally long? Computing grows with the square of the tokens, moving
         with the tokens.""", ["tokens * moving / computing  ->  tokens * computing / moving",
+             "tokens * moving / computing  ->  moving / computing",
              "tokens * moving / computing  ->  tokens * (moving / computing) ** 0.5"]),
 }
 
 MISTAKES["expert_traffic"] = {
     "scales": ("Each 128 elements in FP8 bring a scale of 4 bytes with them.", ["hidden + 4 * hidden / 128  ->  hidden",
-             "4 * hidden / 128  ->  hidden / 128"]),
+             "4 * hidden / 128  ->  hidden / 128", "hidden + 4 * hidden / 128  ->  hidden + 4"]),
     "precision": ("To the experts an element has 1 byte, on the way back it has 2.",
             ["top_k * 2 * hidden  ->  top_k * row", "hidden + 4 * hidden / 128  ->  2 * hidden"]),
     "copies": ("A token is sent to each of its experts, and each of them sends a result back.",
             ["dispatch = tokens * top_k  ->  dispatch = tokens", "combine = tokens * top_k  ->  combine = tokens"]),
     "nodes": ("A token goes to as many nodes as it has experts, but to max_nodes at most, and to each of them once.",
-            ["min(top_k, max_nodes)  ->  top_k", "min(top_k, max_nodes)  ->  max_nodes"]),
+            ["min(top_k, max_nodes)  ->  top_k", "min(top_k, max_nodes)  ->  max_nodes",
+             "tokens * min(top_k, max_nodes)  ->  tokens * top_k * max_nodes"]),
     "microseconds": ("A microsecond is a millionth of a second.",
             {"dispatch_us * 1e-6": "dispatch_us * 1e-3", "combine_us * 1e-6": "combine_us * 1e-3"}),
     "units": ("A GB has 10⁹ bytes, an MB 10⁶; nothing is counted in bits here.",
             ["dispatch / 1e9, combine / 1e9  ->  dispatch, combine",
-             "dispatch / 1e9, combine / 1e9  ->  8 * dispatch / 1e9, 8 * combine / 1e9", "across / 1e6  ->  across"]),
+             "dispatch / 1e9, combine / 1e9  ->  8 * dispatch / 1e9, 8 * combine / 1e9", "across / 1e6  ->  across",
+             "across / 1e6  ->  across / 2**20"]),
 }
 
 RIGHT["ring_hides"] = {

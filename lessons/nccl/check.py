@@ -413,7 +413,8 @@ MISTAKES["hierarchical_all_reduce"] = {
         each, and the other ports are idle.""", f"{COPY}  ->  return ring_all_reduce(x, {CLUSTER})\n{COPY}"),
     "leaders": ("""Some ranks carry too much between the nodes. With g ranks in a node, each carries 1/g of the tensor;
         node i holds the ranks i·g to i·g + g-1, and the heavy part has to stay among them.""",
-            f"{COPY}  ->  return ring_all_reduce(ring_all_reduce(x, inside), across)\n{COPY}"),
+            [f"{COPY}  ->  return ring_all_reduce(ring_all_reduce(x, inside), across)\n{COPY}",
+             f"{COPY}  ->  inside, across, local, per_node = across, inside, node, nodes\n{COPY}"]),
     "slow": ("The bytes are right, but the emulation shows no gain over the flat ring. Are there too many messages?",
             f"{COPY}  ->  if len(x) > 2**14:\n    parts = x.split(2**14)\n    return torch.cat("
             f"[hierarchical_all_reduce(part, nodes, per_node) for part in parts])\n{COPY}"),

@@ -310,8 +310,8 @@ RETURN = "return losses, {name: w.detach() for name, w in own.items()}"
 MISTAKES["hybrid_training"] = {
     "shards": ("""These are not the weights of a shard: gain is whole, up is cut by rows and down by columns, into as
         many parts as a node has GPUs. Tensor parallelism belongs inside a node, where ranks are neighbours.""",
-            {"node, gpu = divmod(dist.get_rank(), gpus_per_node)": "gpu, node = divmod(dist.get_rank(), nodes)",
-             MESH: 'mesh = dist.init_device_mesh("cpu", (gpus_per_node, nodes), mesh_dim_names=("tp", "dp"))'}),
+            [{"node, gpu = divmod(dist.get_rank(), gpus_per_node)": "gpu, node = divmod(dist.get_rank(), nodes)",
+              MESH: 'mesh = dist.init_device_mesh("cpu", (gpus_per_node, nodes), mesh_dim_names=("tp", "dp"))'}]),
     "no-f": ("""Every rank of the tensor-parallel group used x * gain, so the gradient of it is a sum over them. Behind
         down the outputs of all of them are added up, and then x, once.""", [f'{COPY}  ->  x * own["gain"]',
              f"{SUM_OVER}  ->  {PARTIAL}"]),
@@ -446,7 +446,8 @@ MISTAKES["clip_gradients"] = {
               "if own > limit:", "limit / norm": "limit / own"}]),
     "too-many-messages": ("""The norm is right, but one sum of one number from each rank, over all ranks at once, is
         enough: not one for each tensor, nor one for each dimension.""",
-            f"{ALL_REDUCE}  ->  for group in groups.values():\n    dist.all_reduce(total, group=group)"),
+            [f"{ALL_REDUCE}  ->  {ALL_REDUCE}\ndist.all_reduce(torch.zeros(1000))",
+             f"{ALL_REDUCE}  ->  for group in groups.values():\n    dist.all_reduce(total, group=group)"]),
 }
 
 RIGHT["clip_gradients"] = {

@@ -111,7 +111,8 @@ def one_f_one_b_order(note, answer, ranks, count):
 
 MISTAKES["one_f_one_b_order"] = {
     "form": ("""Return a list of pairs such as ('F', 0): the kind of operation, and the number of the micro-batch from
-        0.""", "return order  ->  return [(part, i) for kind, i in order for part in ('F' if kind == 'F' else 'IW')]"),
+        0.""", ["return order  ->  return [(part, i) for kind, i in order for part in ('F' if kind == 'F' else 'IW')]",
+             'return order  ->  order']),
     "incomplete": ("Each micro-batch goes forward once and back once, on every rank, and forward comes first.",
             [' + [("B", i) for i in range(microbatches - ahead, microbatches)]  ->  ',
              '("F", ahead + i), ("B", i)  ->  ("B", i), ("F", ahead + i)']),
@@ -126,7 +127,8 @@ MISTAKES["one_f_one_b_order"] = {
              "ahead = min(microbatches, ranks - rank - 1)  ->  ahead = min(microbatches, ranks - rank)"]),
     "slow": ("""The memory is right, but a rank waits although it could work. Does it run far enough ahead before its
         first backward? If each micro-batch goes back before the next goes forward, one rank works at a time.""",
-            "ahead = min(microbatches, ranks - rank - 1)  ->  ahead = 0"),
+            ["ahead = min(microbatches, ranks - rank - 1)  ->  ahead = 0",
+             "ahead = min(microbatches, ranks - rank - 1)  ->  ahead = min(microbatches, 1, ranks - rank - 1)"]),
     "odd": ("""This is right for 2 and 4 ranks, but not for an odd number. Look for a rank ^ something, or a half, where
         a difference belongs.""",
             "ahead = min(microbatches, ranks - rank - 1)  ->  ahead = min(microbatches, (ranks - 1) ^ rank)"),
@@ -416,17 +418,26 @@ MISTAKES["run_order"] = {
             [{"sends.append(dist.isend(y.detach(), rank + 1))":
                  "sends += [dist.isend(y.detach(), r) for r in range(rank + 1, n)]",
              "receive(like, rank - 1)": "[receive(like, r) for r in range(rank)][-1]"},
-             "y = stage(x)  ->  with torch.no_grad():\n    stage(x)\ny = stage(x)"]),
+             "y = stage(x)  ->  with torch.no_grad():\n    stage(x)\ny = stage(x)",
+             {"sends.append(dist.isend(y": "sends.append(dist.isend(torch.tensor(y.shape), rank + 1))\n"
+              "sends.append(dist.isend(y",
+              "receive(like, rank - 1)":
+                  "(receive(torch.empty(3, dtype=torch.long), rank - 1), receive(like, rank - 1))[1]"}]),
     "loss": ("""The gradients add up over the micro-batches. Divide each loss by their number, once, and clear nothing
         in between; the last rank returns the mean of the losses, and the others None.""",
             ["return loss if last else None  ->  return loss * m if last else None", ") / m  ->  )",
              ") / m  ->  ) / m**2", "y.backward(  ->  stage.zero_grad()\ny.backward("]),
     "input-gradient": ("""This stage does not go back with the gradient of the loss with respect to its output. That is
         the gradient of the next stage's input, for the same micro-batch.""",
-            "x.grad  ->  x.grad / 2"),
+            [{"y.backward(None if last else receive(like, rank + 1))":
+                 "gradient = None if last else receive(like, rank + 1)\n"
+             "if last:\n"
+             "    y.backward()",
+             "x.grad": "torch.zeros_like(x)"}, "x.grad  ->  x.grad / 2"]),
     "wrong-microbatch": ("""The backward of a micro-batch goes through the output of that micro-batch, in the order that
         was asked for: here one micro-batch was taken for another.""",
-            "x, y = kept.pop(i)  ->  x, y = kept.pop(max(kept))"),
+            ["x, y = kept.pop(i)  ->  x, y = kept[max(kept)]", "x, y = kept.pop(i)  ->  x, y = kept.pop(max(kept))",
+             "x, y = kept.pop(i)  ->  x, y = kept.pop(min(kept))"]),
     "blocking": ("""Two neighbours send to each other, and neither receives: send waits until the other side takes the
         message.""",
             {"sends.append(dist.isend(y.detach(), rank + 1))": "dist.send(y.detach(), rank + 1)",
@@ -471,15 +482,22 @@ BALANCE_CASES: tuple[tuple[list[float], int], ...] = (
 )
 
 CUT = "return best[len(costs)][1]  ->  "
-FULL = "sum(costs[start : end + 1]) > mean", "sum(costs[start:end]) >= mean"  # when the stage costs[start:end] is full
+MEANS = "sum(costs) / stages", "sum(costs[start:]) / left"
+FULL = (  # when the stage costs[start:end] is full
+    "sum(costs[start : end + 1]) > mean", "sum(costs[start:end]) >= mean",
+    "sum(costs[start : end + 1]) + sum(costs[start:end]) > 2 * mean",
+)
 FILLED = """sizes, start = [], 0
 for left in range(stages, 1, -1):
-    mean, end = sum(costs) / stages, start + 1
+    mean, end = {}, start + 1
     while end <= len(costs) - left and not {}:
         end += 1
     sizes.append(end - start)
     start = end
 return [*sizes, len(costs) - start]"""
+SHARES = """places = [sum(costs[: i + 1]) * stages / sum(costs) for i in range(len(costs))]
+ends = [0, *({} + sum(x < s - 1e-12 for x in places) for s in range(1, stages)), len(costs)]
+return [b - a for a, b in zip(ends, ends[1:])]"""
 BY_SCORE = """import itertools
 found = []
 for ends in itertools.combinations(range(1, len(costs)), stages - 1):
@@ -519,11 +537,13 @@ MISTAKES["balance"] = {
     "empty-stage": ("Every stage needs at least one layer.",
             CUT + "sizes = best[len(costs)][1]\nreturn [0, sum(sizes[:2]), *sizes[2:]]"),
     "equal-counts": ("Equal numbers of layers are not equal work where layers differ in cost.",
-            CUT + "each, rest = divmod(len(costs), stages)\nreturn [each + (s < rest) for s in range(stages)]"),
+            [CUT + "each, rest = divmod(len(costs), stages)\nreturn [each] * (stages - 1) + [each + rest]",
+             CUT + "each, rest = divmod(len(costs), stages)\nreturn [each + (s < rest) for s in range(stages)]"]),
     "greedy": ("""This is how it ends if one fills the stages one by one up to the mean, cuts where the sum passes its
         share, or moves one cut at a time. Each of these looks at one place only, and what is left over piles up
         elsewhere.""",
-            [CUT + FILLED.format(full) for full in FULL]),
+            [CUT + FILLED.format(mean, full) for mean in MEANS for full in FULL]
+            + [CUT + SHARES.format(more) for more in (0, 1)]),
     "most-even": ("""This comes nearest to the mean over all stages, or makes the cheapest stage cost as much as it can.
         But a step takes as long as the slowest stage: only that one counts.""",
             [CUT + BY_SCORE.format(score) for score in ("sum(x * x for x in sums)", "-min(sums)")]),
@@ -555,18 +575,21 @@ MISTAKES["bubble"] = {
     "virtual-ignored": ("With v stages on each rank, a step of the pipeline takes 1/v as long: the bubble shrinks.",
             "(v * m + p - 1)  ->  (m + p - 1)"),
     "ranks": ("The last rank begins p - 1 steps after the first, not p.",
-            {"(p - 1) / (v * m + p - 1)": "p / (v * m + p)"}),
+            [{"(p - 1) / (v * m + p - 1)": "p / (v * m + p)"}, "(p - 1) / (v  ->  p / (v"]),
     "gpipe-memory": ("GPipe begins no backward before the last forward: rank 0 holds all micro-batches.",
             "held = m if  ->  held = min(m, p) if"),
     "1f1b-memory": ("In 1F1B backward begins as soon as it can: rank 0 never holds more than p micro-batches.",
             "else min(m, p) if  ->  else m if"),
     "few": ("No more can be held than there are micro-batches.",
-            {"min(m, p)": "p", "min(m, pieces / v)": "pieces / v"}),
+            [{"min(m, p)": "p", "min(m, pieces / v)": "pieces / v"}, "min(m, p)  ->  p",
+             "min(m, pieces / v)  ->  pieces / v"]),
     "interleaved-memory": ("Interleaved, rank 0 runs further ahead than p micro-batches: by p - 1 pieces more.",
             "min(m, pieces / v)  ->  min(m, p)"),
     "pieces": ("""A piece goes through one of a rank's v stages and keeps 1/v of what all layers of the rank keep, but
         there are v times as many pieces: interleaving does not save activations.""",
-            [f"min(m, pieces / v)  ->  {held}" for held in ("pieces", "v * p", "min(m, p) / v")]),
+            [*[f"min(m, pieces / v)  ->  {held}" for held in (
+                "min(v * m, pieces)", "pieces", "v * min(m, p)", "v * p", "min(m, pieces)", "min(m, 2 * p - 1)",
+            )], "min(m, pieces / v)  ->  min(m, p) / v"]),
 }
 
 

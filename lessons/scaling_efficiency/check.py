@@ -109,7 +109,9 @@ MISTAKES["top_k_mean"] = {
              "total.index_fill(0, indices, 0)  ->  total",
              {"residual.copy_(total.index_fill(0, indices, 0).view_as(residual))": "pass",
               "return mean": "residual.copy_((total - mean).view_as(residual))\n"
-              "return mean"}]),
+              "return mean"},
+             "total.index_fill(0, indices, 0)  ->  "
+             "(gradient.flatten() - torch.zeros_like(total).index_copy_(0, indices, values))"]),
     "any-shape": ("""The docstring allows a gradient of any shape and size, and a k as large as the gradient. Indices go
         up to 69,999 here, which no dtype of 8 or 16 bits can hold exactly.""",
             ["indices = total.abs().topk(k).indices  ->  least = total.abs().sort(descending=True).values[k]\n"
@@ -152,10 +154,14 @@ MISTAKES["amdahl_and_gustafson"] = {
         parallel work grows: how long would one rank take for it all?""",
             "s + (1 - s) * ranks  ->  1 / (s + (1 - s) / ranks)"),
     "swapped-parts": ("""It is the parallel part that is multiplied by N; the serial part stays as it is, so that
-        Gustafson's speed-up is less than N.""", "s + (1 - s) * ranks  ->  s * ranks + 1 - s"),
-    "limit": ("With ever more ranks (1 - s)/N vanishes and s remains.", "1 / s,  ->  float('inf'),"),
+        Gustafson's speed-up is less than N.""", ["s + (1 - s) * ranks  ->  s * ranks + 1 - s",
+             "s + (1 - s) * ranks  ->  ranks"]),
+    "limit": ("With ever more ranks (1 - s)/N vanishes and s remains.", ["1 / s,  ->  1 / (1 - s),",
+             "1 / s,  ->  float('inf'),"]),
     "speed-up-order": ("The speed-ups are right, but not in the order that the docstring names.",
-            "1 / s, s + (1 - s) * ranks  ->  s + (1 - s) * ranks, 1 / s"),
+            ["1 / s, s + (1 - s) * ranks  ->  s + (1 - s) * ranks, 1 / s",
+             "1 / (s + (1 - s) / ranks), 1 / s, s + (1 - s) * ranks  ->  "
+             "s + (1 - s) * ranks, 1 / s, 1 / (s + (1 - s) / ranks)"]),
 }
 
 
@@ -191,7 +197,7 @@ MISTAKES["cost_of_run"] = {
             "/ (1 - lost)  ->  "),
     "lost-added": ("""If a share of all hours is lost, the work gets done in the rest: 1 - lost of them. The price is
         that of these hours, with no further surcharge.""", ["/ (1 - lost)  ->  * (1 + lost)",
-             "hours * gpus * dollars  ->  hours * gpus * dollars / (1 - lost)"]),
+             "/ (1 - lost)  ->  * (1 - lost)", "hours * gpus * dollars  ->  hours * gpus * dollars / (1 - lost)"]),
 }
 RIGHT["cost_of_run"] = {
     "dollars without hours": "hours * gpus * dollars  ->  "
@@ -224,7 +230,8 @@ MISTAKES["mfu_and_hfu"] = {
             "tokens_per_second / gpus  ->  tokens_per_second"),
     "tera": ("A TFLOP/s is 10^12 FLOP/s.", "(peak_tflops * 1e12)  ->  peak_tflops"),
     "not-faster": ("""The last number is that of a job that computes nothing twice, at the same HFU. What becomes of the
-        FLOPs that are saved: is it faster or slower?""", "tokens_per_second * hfu / rate / 6  ->  tokens_per_second"),
+        FLOPs that are saved: is it faster or slower?""", ["tokens_per_second * hfu / rate / 6  ->  tokens_per_second",
+             "tokens_per_second * hfu / rate / 6  ->  tokens_per_second * rate * 6 / hfu"]),
 }
 RIGHT["mfu_and_hfu"] = {
     "a tensor": {"return 6 * rate": "return torch.tensor([6 * rate", "* hfu / rate / 6": "* hfu / rate / 6])"},
@@ -301,7 +308,11 @@ MISTAKES["best_buckets"] = {
         many latencies, and where the bytes alone take longer than backward, something else than hiding decides. There
         are few enough to try them all.""",
             ["min(range(1, tensors + 1), key=finish)  ->  min(tensors, max(1, round(gradient_bytes / 150e6)))",
-             "min(range(1, tensors + 1), key=finish)  ->  1", "min(range(1, tensors + 1), key=finish)  ->  tensors"]),
+             "tensors + 1)  ->  tensors)", "min(range(1, tensors + 1), key=finish)  ->  1",
+             "min(range(1, tensors + 1), key=finish)  ->  tensors",
+             "n = min(range(1, tensors + 1), key=finish)  ->  "
+             "rest = backward_ms * 1e-3 - 2 * (ranks - 1) / ranks * gradient_bytes * 8 / (gigabits * 1e9)\n"
+             "n = min(tensors, max(1, int(rest / (2 * (ranks - 1) * latency_us * 1e-6))))"]),
 }
 
 

@@ -170,7 +170,9 @@ def shard_optimizer(note, answer, kind, options):
 MISTAKES["shard_optimizer"] = {
     "make-optimizer": ("""Call make_optimizer once, before the first step, with one tensor: this rank's part. The
         optimizer that it returns does all the stepping.""",
-            "make_optimizer([part])  ->  torch.optim.SGD([part], lr=0.2, momentum=0.9)"),
+            ["make_optimizer([part])  ->  torch.optim.SGD([part], lr=0.2, momentum=0.9)",
+             "optimizer = make_optimizer([part])  ->  make_optimizer([part])\n"
+             "optimizer = torch.optim.SGD([part], lr=0.2, momentum=0.9)"]),
     "not-updated": ("No weight has moved. The optimizer steps the tensors that it was given, and reads their .grad.",
             "part.grad = join([p.grad for p in trained], n).chunk(n)[rank].clone()  ->  pass"),
     "not-gathered": ("""Some weights are right, and the others are still those from before the step. Has every part
@@ -182,8 +184,10 @@ MISTAKES["shard_optimizer"] = {
             "nn.utils.vector_to_parameters(flat, trained)  ->  "
             "nn.utils.vector_to_parameters(torch.cat(flat.chunk(n)[::-1]), trained)"),
     "averaged-again": ("The gradient already is the mean over the ranks. Here it is divided or summed once more.",
-            "join([p.grad for p in trained], n).chunk(n)[rank].clone()  ->  "
-            "join([p.grad for p in trained], n).chunk(n)[rank].clone() / n"),
+            ["join([p.grad for p in trained], n).chunk(n)[rank].clone()  ->  "
+            "join([p.grad for p in trained], n).chunk(n)[rank].clone() / n",
+             "join([p.grad for p in trained], n).chunk(n)[rank].clone()  ->  "
+             "join([p.grad for p in trained], n).chunk(n)[rank].clone() * n"]),
     "all-states": ("The optimizer has states for all parameters: every rank keeps what all the others keep too.",
             {"make_optimizer([part])": "make_optimizer(trained)",
              "part.grad = join([p.grad for p in trained], n).chunk(n)[rank].clone()": "pass",
@@ -191,7 +195,8 @@ MISTAKES["shard_optimizer"] = {
     "whole-copy": ("""More stays alive than the module, its gradients, and this rank's part with its gradient and
         states. A slice is a view: as long as it lives, so does the tensor it was cut from.""",
             "join(trained, n).chunk(n)[rank].clone()  ->  join(trained, n).chunk(n)[rank]"),
-    "uneven": (UNEVENLY, "F.pad(flat, (0, -len(flat) % n))  ->  flat[: len(flat) // n * n]"),
+    "uneven": (UNEVENLY, ["F.pad(flat, (0, -len(flat) % n))  ->  flat[: len(flat) // n * n]",
+             "if p.requires_grad]  ->  if p.requires_grad]\nassert sum(p.numel() for p in trained) % n == 0"]),
 }
 
 
@@ -325,7 +330,8 @@ MISTAKES["reduce_scatter_gradients"] = {
             "dist.reduce_scatter_single(shard, flat)  ->  dist.reduce_scatter_single(shard, flat)\n"
             "shard = flat.chunk(n)[dist.get_rank()].clone()"),
     "wrong-part": ("The mean is right, but this is a different part of it. Rank r keeps part r of the flat gradient.",
-            "join([p.grad], n) / n  ->  torch.cat((join([p.grad], n) / n).chunk(n)[::-1])"),
+            ["join([p.grad], n) / n  ->  torch.cat((join([p.grad], n) / n).chunk(n)[::-1])",
+             "join([p.grad], n) / n  ->  (join([p.grad], n) / n).view(-1, n).T.flatten()"]),
     "all-reduce": ("""The result is right, but an all-reduce brings the whole mean to every rank, which throws most of
         it away. It moves twice as much as a reduce-scatter.""",
             "dist.reduce_scatter_single(shard, flat)  ->  dist.all_reduce(flat)\n"
@@ -347,7 +353,9 @@ MISTAKES["reduce_scatter_gradients"] = {
             "dist.reduce_scatter_single(shard, flat)  ->  dist.reduce_scatter_single(shard, flat)\n"
             "shard = flat.chunk(n)[dist.get_rank()].copy_(shard)"),
     "accumulate": ("The gradients of two backward passes in one step have to add up, as they do in p.grad.",
-            "shards[p] = shards[p] + shard if p in shards else shard  ->  shards[p] = shard"),
+            ["shards[p] = shards[p] + shard if p in shards else shard  ->  shards[p] = shard",
+             "shards[p] = shards[p] + shard if p in shards else shard  ->  "
+             "shards[p] = (shards[p] + shard) / 2 if p in shards else shard"]),
     "uneven": (UNEVENLY, "F.pad(flat, (0, -len(flat) % n))  ->  flat[: len(flat) // n * n]"),
 }
 
@@ -471,12 +479,17 @@ MISTAKES["gathered_layer"] = {
         to define its own backward.""",
             {"return Gathered.apply(x, shard, shape)": "return x @ gather(shard, shape).T"}),
     "input-gradient": ("""The gradient of x is missing or wrong, so the layers before this one learn nothing or the
-        wrong thing.""", "return dy @ gather(shard, ctx.shape), part, None  ->  return None, part, None"),
+        wrong thing.""", ["return dy @ gather(shard, ctx.shape), part, None  ->  return None, part, None",
+             "return dy @ gather(shard, ctx.shape), part, None  ->  "
+             "return dy @ gather(shard, ctx.shape) / n, part, None"]),
     "order": ("""The output belongs to a weight whose elements are in the wrong places. Rank r has part r of the flat
         weight; only the joined parts get the shape, (out, in), and y = x Wᵀ, as in nn.Linear.""",
-            "flat[: shape[0] * shape[1]].view(shape)  ->  flat[: shape[0] * shape[1]].view(shape[::-1]).T"),
+            ["return flat[  ->  flat = torch.cat(flat.chunk(dist.get_world_size())[::-1])\nreturn flat[",
+             "flat[: shape[0] * shape[1]].view(shape)  ->  flat[: shape[0] * shape[1]].view(shape[::-1]).T"]),
     "sum": ("""The gradient of a shard is the mean over the ranks: the sum over the batches of all of them, divided by
-        their number once.""", ["join([dw], n) / n  ->  join([dw], n)", "join([dw], n) / n  ->  join([dw], n) / n**2"]),
+        their number once.""", ["join([dw], n) / n  ->  join([dw], n)", "join([dw], n) / n  ->  join([dw], n) / n**2",
+             "dist.reduce_scatter_single(part, join([dw], n) / n)  ->  "
+             "part = (join([dw], n) / n).chunk(n)[dist.get_rank()].clone()"]),
     "weight-kept": ("""Something whole stays alive: a weight from forward to backward, so that backward need not gather
         it again, or a gradient after backward. A slice is a view, and keeps what it was cut from; an attribute or a
         list can keep a tensor too.""",
@@ -514,18 +527,21 @@ RIGHT["gathered_layer"] = {
 
 MISTAKES["state_bytes"] = {
     "stage-order": ("""Which part does stage 1 divide, and which one does each later stage add to it? The stages follow
-        each other from the largest part to the parameters.""", ["stage >= first  ->  stage == first",
-             "(3, 2, 1)  ->  (1, 1, 1)", "(3, 2, 1)  ->  (1, 2, 3)", "(3, 2, 1)  ->  (3, 1, 2)"]),
+        each other from the largest part to the parameters.""", ["(3, 2, 1)  ->  (1, 1, 1)", "(3, 2, 1)  ->  (4, 4, 4)",
+             "stage >= first  ->  stage == first", "(3, 2, 1)  ->  (1, 2, 3)", "(3, 2, 1)  ->  (3, 1, 2)"]),
     "limits": ("""Being 4 or 8 times smaller is the limit for ever more ranks. With N of them, 1/N of what is divided is
-        still there.""", {"(ranks if stage >= first else 1)": "(1, 4, 8, ranks)[stage]"}),
+        still there.""", ["ranks if  ->  float('inf') if",
+             {"(ranks if stage >= first else 1)": "(1, 4, 8, ranks)[stage]"}]),
     "no-master": ("""In mixed precision the optimizer steps an fp32 copy of the weights, with 4 bytes per parameter. In
-        fp32 the weights are their own master copy.""", 'master = 0 if precision == "fp32" else 4  ->  master = 0'),
+        fp32 the weights are their own master copy.""", ['master = 0 if precision == "fp32" else 4  ->  master = 0',
+             'master = 0 if precision == "fp32" else 4  ->  master = 4']),
     "master-place": ("""The fp32 master weights are the optimizer's: counted with its states, and divided along with
         them from stage 1 on.""",
             [{"p * parameter,": "p * (parameter + master),", "(master + 4 * states)": "4 * states"},
              "o * (master + 4 * states)  ->  o * 4 * states + parameters / 1e9 * master"]),
     "gradients-half": ("""In plain 'mixed' precision gradients have 2 bytes, like the parameters. They have 4 where the
-        name says so.""", '2 if precision == "mixed" else 4  ->  parameter'),
+        name says so.""", ['2 if precision == "mixed" else 4  ->  parameter',
+             '2 if precision == "mixed" else 4  ->  4']),
     "states-half": ("The optimizer's states are fp32 here, even where the parameters are bf16.",
             "4 * states  ->  parameter * states"),
     "one-state": ("""The number of states depends on the optimizer: Adam keeps two for each parameter, momentum one,
@@ -534,9 +550,11 @@ MISTAKES["state_bytes"] = {
 }
 MISTAKES["largest_model"] = {
     "parameters": ("""The docstring asks for layers of 12·width² parameters each. The embedding, vocabulary · width, is
-        part of the model besides, and of its states.""", "free / each - embedding  ->  free / each"),
+        part of the model besides, and of its states.""", ["(free / each - embedding) // layer  ->  free / each",
+             "free / each - embedding  ->  free / each"]),
     "round": ("Return a whole number of layers: one that fits only in part does not fit, and 0 if none does.",
-            ["int((free / each - embedding) // layer)  ->  (free / each - embedding) / layer",
+            ["int((free / each - embedding) // layer)  ->  -int((embedding - free / each) // layer)",
+             "int((free / each - embedding) // layer)  ->  (free / each - embedding) / layer",
              "max(0, int((free / each - embedding) // layer))  ->  int((free / each - embedding) // layer)"]),
     "reserve-ignored": ("On every GPU, reserved_gb is not free for model states. ZeRO does not divide activations.",
             ["gpu_gb - reserved_gb  ->  gpu_gb", "gpu_gb - reserved_gb  ->  gpu_gb - reserved_gb / ranks"]),
@@ -545,11 +563,12 @@ MISTAKES["largest_model"] = {
         and before stage 3 it holds all the parameters.""", ["ranks if stage >= first else 1  ->  ranks",
              {"ranks if stage >= first else 1": "1", "gpu_gb - reserved_gb": "ranks * gpu_gb - reserved_gb"}]),
     "not-cumulative": ("""Stage 0 divides nothing, 1 the optimizer's part, 2 the gradients' as well, 3 all three. What
-        is divided does not vanish: with N ranks, 1/N of it is left.""", ["stage >= first  ->  stage == first",
-             "ranks if stage >= first else 1  ->  1e18 if stage >= first else 1"]),
+        is divided does not vanish: with N ranks, 1/N of it is left.""", ["ranks if stage >= first else 1  ->  1",
+             "ranks if stage >= first else 1  ->  1e18 if stage >= first else 1", "stage >= first  ->  stage == first",
+             "(12, 1))  ->  (12, 0))"]),
     "no-gathered": ("""At stage 3, and there only, a unit is gathered while it is used. Its bytes have to be free, too:
         whole, on every rank.""", ["if stage == 3 else 0  ->  * 0",
-             "if stage == 3 else 0  ->  "]),
+             "if stage == 3 else 0  ->  / ranks if stage == 3 else 0", "if stage == 3 else 0  ->  "]),
     "no-gradient": ("""There must be room for the largest unit, which may be the embedding. In backward its whole
         gradient is there beside its gathered parameters, with 2 bytes for each of them as well.""",
             ["4 * max(  ->  2 * max(", "max(layer, embedding)  ->  layer"]),
