@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +45,21 @@ DIFFER: dict[str, list[Call]] = {
 }
 
 
+@contextlib.contextmanager
+def own_hashes(rank: int, used: list[str]) -> Iterator[None]:
+    """Let `hash` of texts differ from rank to rank, as under torchrun, and note that it was called."""
+
+    def salted(value: Any) -> int:
+        used.append("hash")
+        return usual((rank, value))
+
+    usual, builtins.hash = builtins.hash, salted
+    try:
+        yield
+    finally:
+        builtins.hash = usual
+
+
 def tensor(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     numbers = torch.arange(1, 1 + max(1, torch.Size(shape).numel())) * (rank + 2) % 17
     return numbers.to(dtype).reshape(shape)
@@ -61,9 +78,7 @@ def checked_all_reduce(note, answer, calls):
     rank, n, used, said = dist.get_rank(), dist.get_world_size(), [], None
     inputs = [tensor(one, shape, dtype) for one, (shape, dtype, _) in enumerate(calls)]
     x = inputs[rank].clone()
-    # hash() of texts differs from rank to rank, as under torchrun, and it is noted
-    getattr(answer, "__globals__", {})["hash"] = lambda value: used.append("hash") or hash((rank, value))
-    with record() as ledger:
+    with record() as ledger, own_hashes(rank, used):
         try:
             answer(x, getattr(dist.ReduceOp, calls[rank][2]))
         except ValueError as error:

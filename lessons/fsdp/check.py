@@ -141,7 +141,8 @@ def wrap_under_target(note, answer, layers):
 
 
 MISTAKES["wrap_under_target"] = {
-    "no-root": (NO_ROOT, "fully_shard(model)  ->  pass"),
+    "no-root": (NO_ROOT, ["fully_shard(model)  ->  pass",
+             {"fully_shard(blocks[i : i + 2])": "pass", "fully_shard(model)": "dist.all_reduce(torch.zeros(1))"}]),
     "no-optimizer": ("""Return an Adam optimizer that holds the parameters of the sharded model. fully_shard replaces
         them by DTensors, and an optimizer made before that never updates these.""",
             ["return torch.optim.Adam(model.parameters(), learning_rate)  ->  return model",
@@ -329,7 +330,9 @@ MISTAKES["reshard"] = {
     "whole": ("This is the whole tensor. It may not fit into the memory of one rank: return this rank's rows.",
             "begin, end = min(rank * new, rows), min((rank + 1) * new, rows)  ->  begin, end = 0, rows"),
     "no-rows": ("""This is right until a rank has no rows. Its shard is then an empty tensor with the columns and the
-        dtype of the files, whatever these are.""", "[read(0, 0, 0)]  ->  []"),
+        dtype of the files, whatever these are.""", ["[read(0, 0, 0)]  ->  []",
+             "return torch.cat(pieces)  ->  "
+             "return torch.cat(pieces) if begin < end else torch.empty(0, 3, dtype=torch.bfloat16)"]),
     "wrong-rows": ("""There are as many rows as there should be, but from the wrong places or in another order. Shards
         of N ranks begin at multiples of ceil(rows / N), in the files too; start and stop count inside the file.""",
             ["in range(saved)  ->  in reversed(range(saved))",
@@ -340,8 +343,10 @@ MISTAKES["reshard"] = {
             "read(file, start - file * old, stop - file * old)  ->  read(file, start, stop)"),
     "more-rows": ("""This rank reads rows that it does not need, or takes several reads for what one read of the file
         can bring.""",
-            "read(file, start - file * old, stop - file * old)  ->  "
-            "read(file, 0, min(rows - file * old, old))[start - file * old : stop - file * old]"),
+            ["pieces.append(read(file, start - file * old, stop - file * old))  ->  "
+            "pieces += [read(file, row - file * old, row - file * old + 1) for row in range(start, stop)]",
+             "read(file, start - file * old, stop - file * old)  ->  "
+             "read(file, 0, min(rows - file * old, old))[start - file * old : stop - file * old]"]),
 }
 
 
@@ -407,12 +412,19 @@ def clip_sharded(note, answer, shapes, copies, size, max_norm):
 
 MISTAKES["clip_sharded"] = {
     "local": ("""This is the norm of what this rank holds, so each rank would scale by a different coefficient. The
-        squares of all ranks have to be added.""", "dist.all_reduce(squares)  ->  dist.all_reduce(squares.clone())"),
+        squares of all ranks have to be added.""", ["dist.all_reduce(squares)  ->  dist.all_reduce(squares.clone())",
+             {"dist.all_reduce(squares)": "dist.all_reduce(squares.clone())",
+              "squares += sum(g.square().sum() for g in replicated)": "pass"}]),
     "sum-of-norms": ("""Norms do not add up, their squares do: those of all elements on all ranks, without a mean. The
         norm is the root of that sum.""",
-            [{"sum(g.square().sum() for g in sharded)": "sum(g.norm() for g in sharded)",
+            [{"dist.all_reduce(squares)": "squares = squares.sqrt()\ndist.all_reduce(squares)",
+              "squares += sum(g.square().sum() for g in replicated)":
+                  "squares += sum(g.square().sum() for g in replicated) ** 0.5",
+              "norm = squares.sqrt()": "norm = squares"},
+             {"sum(g.square().sum() for g in sharded)": "sum(g.norm() for g in sharded)",
               "squares += sum(g.square().sum() for g in replicated)": "squares += sum(g.norm() for g in replicated)",
-              "norm = squares.sqrt()": "norm = squares"}, "norm = squares.sqrt()  ->  norm = squares"]),
+              "norm = squares.sqrt()": "norm = squares"}, "norm = squares.sqrt()  ->  norm = squares",
+             "dist.all_reduce(squares)  ->  dist.all_reduce(squares, op=dist.ReduceOp.AVG)"]),
     "replicated-twice": ("A gradient that every rank holds belongs into the norm, and once only.",
             [{"for g in sharded)": "for g in [*sharded, *replicated])",
              "squares += sum(g.square().sum() for g in replicated)": "pass"},
@@ -427,7 +439,8 @@ MISTAKES["clip_sharded"] = {
             "gradient.mul_(coefficient)  ->  gradient.mul_(min(1.0, max_norm / (gradient.norm().item() + 1e-6)))"),
     "zero": ("""Where all gradients are zero, so is their norm, and the coefficient divides by it. Add a small number to
         the norm before you divide; PyTorch takes 1e-6.""",
-            "norm.item() + 1e-6  ->  norm.item()"),
+            ["min(1.0, max_norm / (norm.item() + 1e-6))  ->  (max_norm / norm).clamp(max=1) if norm else norm / norm",
+             "norm.item() + 1e-6  ->  norm.item()"]),
     "gathered": ("Each rank can add up its own squares, so one number from each, in one message, is enough.",
             ["dist.all_reduce(squares)  ->  everyone = [None] * dist.get_world_size()\n"
             "dist.all_gather_object(everyone, sharded)\n"

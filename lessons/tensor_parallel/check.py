@@ -108,7 +108,8 @@ CONJUGATES = {
         on its way back through g, although every rank already had all of it.""", SUMMED_TWICE),
     "average": ("A sum over the ranks was divided by t. Parts of a sum are added up, not averaged.",
             [f"{G_BOTH}  ->  {G_BOTH} / {RANKS}",
-             f"{F_BOTH}  ->  with_backward(lambda x: x.view_as(x), lambda dy: summed(dy) / {RANKS})(x)"]),
+             f"{F_BOTH}  ->  with_backward(lambda x: x.view_as(x), lambda dy: summed(dy) / {RANKS})(x)",
+             f"{G_BOTH}  ->  with_backward(summed, lambda dy: dy / {RANKS})(x)"]),
     "residual": ("""This is right until x is used a second time, as in x + layer(x). The sum over the ranks belongs to
         the branch into the layer, not to x itself.""", f"return {F_BOTH}  ->  x.register_hook(summed)\nreturn x"),
 }
@@ -294,7 +295,10 @@ MISTAKES["vocab_parallel_loss"] = {
     "outside": ("""Exactly one rank has the word of a token, and the others contribute zero. A shard has the words from
         first up to, but not including, first plus its size.""", [*either_way({TARGET: "target = read"}),
              *either_way({TARGET: "target = read", PLACE: "local.clamp(0, logits.shape[1] - 1)"}),
-             *either_way({"local >= 0": "local > 0"})]),
+             *either_way({TARGET: "target = read", PLACE: "(local % logits.shape[1])"}),
+             *either_way({"local >= 0": "local > 0"}),
+             *either_way({"local < logits.shape[1]": "local <= logits.shape[1]",
+                          "local, 0)[": "local.clamp(max=logits.shape[1] - 1), 0)["})]),
     "mean": ("The loss is the mean over the tokens. What is summed over the ranks is not divided by their number.",
             [".mean()  ->  .sum()", *either_way({SUMS: f"{SUMS} / {RANKS}"}),
              f"lambda dy: dy  ->  lambda dy: dy / {RANKS}"]),
@@ -412,7 +416,8 @@ MISTAKES["sequence_parallel_norm"] = {
         tokens to contribute its part.""", {f"{IN}({NORM})": f"f({NORM})", f"{OUT}(y)": "g(y)"}),
     "no-scatter": ("""The partial sums of all ranks are added up, not averaged, and of the sums this rank keeps the rows
         of its own tokens.""", [f"{OUT}(y)  ->  y{OWN}", f"{OUT}(y)  ->  y", f"{OUT}(y)  ->  g(y)",
-             f"{OUT}(y)  ->  {OUT}(y) / {RANKS}"]),
+             f"{OUT}(y)  ->  {OUT}(y) / {RANKS}",
+             f"{OUT}  ->  with_backward(scattered, lambda dy: gathered(dy) / {RANKS})"]),
     "eps": ("The norm has another eps than that of F.rms_norm(x, x.shape[-1:], gain).",
             [f"f(gain))  ->  f(gain), {eps})" for eps in ("1e-5", "1e-6", "1e-8")]),
     "gather-backward": ("""The output is right, but the gradient of x is only what this rank's part of the MLP gives.
