@@ -63,7 +63,7 @@ def prove(algorithms: dict[str, Callable], n: int, cluster: int | TwoLevelCluste
         assert abs(sent - all_reduce_bytes(name, cluster, numel)) <= ROUNDING, (case, sent)
 
 
-@pytest.mark.parametrize("n", [3, 4, 6])
+@pytest.mark.parametrize("n", [1, 3, 4, 6])
 def test_algorithms_are_right_for_any_size_and_type_at_their_cost(n):
     prove({name: lesson()[f"{name}_all_reduce"] for name in FLAT}, n, n)
 

@@ -410,12 +410,14 @@ def time_outs(out: str, *flags: str) -> list[float]:
     return seen
 
 
-def test_log_has_speed_parts_and_slow_ranks_and_collectives_have_less_time_after_the_first_step(tmp_path):
+def test_log_has_speed_parts_and_slow_ranks_and_collectives_have_less_time_after_the_first_step(undisturbed, tmp_path):
+    """With tensor parallelism alone, which trains alike."""
     flags = ("--tp=2", "--steps=6", "--peak-tflops=0.5", "--log-every=3")
     seen = launch(time_outs, str(tmp_path), *flags, world_size=2, init=False, timeout=120)
     groups = seen[0].count(90)
     assert groups and seen == [groups * [90] + groups * [40]] * 2
     assert [*log(tmp_path)] == [3, 6]
+    assert figures(tmp_path, "norm") == pytest.approx(figures(undisturbed(1), "norm")[2::3], abs=1e-5)
     for line in log(tmp_path).values():
         flops = TransformerConfig(layers=2, hidden=32, heads=4, vocabulary=256, context=16).flops_per_token()
         assert line["mfu"] == pytest.approx(line["tokens_per_s"] * flops / (2 * 0.5e12))
