@@ -22,7 +22,13 @@ _SMALL = TransformerConfig()
 class MasterAdam(torch.optim.Adam):
     """Adam on fp32 master weights, for parameters of any type.
 
-    Master weights and moments live at `place`, by default with the parameters. "cpu" is offload.
+    Parameters
+    ----------
+    parameters : iterable of nn.Parameter
+        What the model computes with.
+    lr : float
+    place : device, optional
+        Where master weights and moments live; by default with the parameters. "cpu" is offload.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float = 1e-3, place: str | None = None) -> None:

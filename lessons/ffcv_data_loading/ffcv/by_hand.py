@@ -29,8 +29,17 @@ def _record_type(fields: np.ndarray) -> np.dtype:
 class Beton:
     """A ``.beton`` file of images and labels, mapped into memory: nothing is read before it is asked for.
 
-    It has `header` (HEADER), `fields`, the descriptors (FIELD), `samples`, a record each with a part for each field,
-    `table`, the sample, place and size of each piece in the pages (PIECE), and `page_of`, the page of each image.
+    Attributes
+    ----------
+    header : record of dtype HEADER
+    fields : array of dtype FIELD
+        The field descriptors.
+    samples : structured array
+        One record a sample, with a part for each field.
+    table : array of dtype PIECE
+        The allocation table: sample, place and size of each piece in the pages.
+    page_of : array of int
+        The page in which each sample's image lies.
     """
 
     def __init__(self, path: str | os.PathLike) -> None:
@@ -81,11 +90,26 @@ def _stored(image: Image.Image, mode: int) -> bytes:
 def write_beton(
     source: Sequence[tuple[Image.Image, int]], path: str | os.PathLike, mode: str = "raw", page: int = 2 << 20
 ) -> None:
-    """Write samples (RGB image, integer) as FFCV's writer does with one worker, in pages of `page` bytes, a power of 2.
+    """Write samples (RGB image, integer) as FFCV's writer does with one worker.
 
-    A new page is opened when the next image does not fit, and each is written whole. `mode` is one of `MODES`; in a
-    mixture every second image is JPEG, where FFCV draws which are.
+    A new page is opened when the next image does not fit, and each is written whole.
+
+    Parameters
+    ----------
+    source : sequence of (image, int)
+    path : str or path
+    mode : str
+        One of `MODES`; in a mixture every second image is JPEG, where FFCV draws which are.
+    page : int
+        Bytes, a power of 2.
+
+    Raises
+    ------
+    ValueError
+        There is no such mode, or an image is larger than a page.
     """
+    if mode not in MODES:
+        raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
     fields = np.array([(2, b"image", b""), (1, b"label", b"")], FIELD)
     samples, table = np.zeros(len(source), _record_type(fields)), np.zeros(len(source), PIECE)
     heap = _up_to(HEADER.itemsize + fields.nbytes + samples.nbytes, page)
