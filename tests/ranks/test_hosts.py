@@ -111,7 +111,7 @@ def test_a_hang_says_on_which_host_each_rank_waits():
             time.sleep(1000)
 
     with pytest.raises(HangError) as caught:
-        launch(hang, world_size=4, hosts=2, timeout=2)
+        launch(hang, world_size=4, hosts=2, timeout=4)
     assert caught.value.rank == 3 and "rank 3 never joined it" in caught.value.fault
     states = [state.split()[:4] for state in caught.value.states[:4]]
     assert states[:3] == [[str(rank), f"node{rank // 2}", "waits", "all_reduce"] for rank in range(3)]

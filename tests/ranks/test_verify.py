@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import threading
-import time
 
 import cloudpickle
 import pytest
@@ -252,7 +250,7 @@ def test_right_programs_pass(work, capfd):
     assert "Warning: the ranks" not in capfd.readouterr().out
 
 
-# --- groups, outputs, threads: also without verify ------------------------------------------------------------------
+# --- groups and outputs -----------------------------------------------------------------------------------------------
 
 
 def other_order():
@@ -262,17 +260,11 @@ def other_order():
     dist.barrier()
 
 
-def test_groups_that_ranks_make_differently_are_told(capsys):
+def test_groups_that_ranks_make_differently_are_told():
     words = "ranks 0,1", "new_group([0, 1])", "ranks 2,3", "new_group([2, 3])"
     with pytest.raises(MismatchError) as caught:
         launch(other_order, world_size=4, verify=True)
     assert all(word in str(caught.value) for word in words), caught.value
-    try:
-        launch(other_order, world_size=4, timeout=2)
-        said = capsys.readouterr().out  # gloo has connected the ranks, by luck
-    except HangError as error:
-        said = error.fault
-    assert "make different groups" in said and all(word in said for word in words), said
 
 
 def aliased():
@@ -285,15 +277,3 @@ def test_outputs_that_are_one_tensor_are_told(capsys):
         launch(aliased, world_size=3, verify=True)
     launch(aliased, world_size=3)
     assert "Warning: all_gather #1: outputs 0, 1, 2 of rank 0 are the same memory" in capsys.readouterr().out
-
-
-def test_a_collective_that_another_thread_waits_in_is_told():
-    def work():
-        if dist.get_rank() == 2:
-            time.sleep(60)
-        thread = threading.Thread(target=dist.barrier)
-        thread.start()
-        thread.join()
-
-    with pytest.raises(HangError, match=r"ranks 0,1,3 wait in barrier number 1; rank 2 never joined it"):
-        launch(work, world_size=4, timeout=2)
