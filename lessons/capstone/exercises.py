@@ -156,7 +156,7 @@ with tempfile.TemporaryDirectory() as folder:
 #
 # | difficulty | minutes | follows | target |
 # |---|---|---|---|
-# | 4 of 5 | 60 | 14, sections 2 to 5; 04, sections 2, 3, 8, 9 | equal to one process, no byte more |
+# | 4 of 5 | 60 | 14, sections 2 to 5; 04, sections 2, 3, 8, 9 | equal to one process, no byte or message more |
 #
 # The program of the lesson, as it was left to you. It hangs. Behind the hang it is wrong, and it does more than it has
 # to. The names of the causes are in `faults.FAULTS`.
@@ -172,7 +172,8 @@ with attempt():
 # %% [markdown]
 # Work here, in as many cells as you like. `helpers.run_text(text, verify=True)` compares the calls of all ranks
 # (lesson 14), `faults.mended(text, edits)` gives the text with your edits, and `helpers.undisturbed()` is the table of
-# a program without faults, so you know which numbers you want.
+# a program without faults, so you know which numbers you want. A run has `losses`, `evaluated`, `weights`, `ledgers`,
+# and `windows` by rank; count `(entry.op, entry.group)` in a ledger to see which calls are missing, or too many.
 
 # %% tags=["nbval-ignore-output"]
 print(helpers.undisturbed())
@@ -180,7 +181,7 @@ print(helpers.undisturbed())
 # %% [markdown]
 # Then write down what you have found. An edit is an old text and a new one. The old text must stand in the broken
 # program exactly once; spaces count. Some lines differ from the program of the lesson without harm, so a diff does not
-# tell you the three: find the causes from the tables.
+# tell you the three: find the causes from the tables. Where two causes fit a table, the line in it decides.
 #
 # **Product:** a program that is right, and a list of what was wrong. **Points:** 5 for each cause, 15 for the program.
 
@@ -202,8 +203,8 @@ check.repairs(repairs, seed)
 #
 # With the hang mended, put both tables side by side. Do the ranks differ from each other in their weights? Then
 # something that all need has not been exchanged, or did not start alike. If they agree and are wrong, ask what each
-# gradient is a mean of, and when. If the weights are right to the last digit, the number that is reported is wrong. A
-# small difference is a fault as well.
+# gradient is a mean of, and when. Compare `weights[0]` of both runs, not only the norm: where all are equal, the number
+# that is reported is wrong. A small difference is a fault as well.
 # </details>
 # <details><summary>Hint 3</summary>
 #
@@ -290,7 +291,8 @@ check.checkpoint(checkpoint, seed)
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# A name must not exist before all of the file is there. `os.replace` renames at one stroke.
+# A name must not exist before all of the file is there. `os.replace` renames at one stroke. (Against a loss of power
+# `os.fsync` comes before it, else the name may reach the disk before the numbers do. Here processes die.)
 # </details>
 # <details><summary>Hint 3</summary>
 #
@@ -318,9 +320,10 @@ for name, fact in facts.items():
 # %% [markdown]
 # Write the page for the customer, as a function of such facts. Each fact is a text, or a number with its unit and how
 # it is known. Put every fact into the page; on the line of a number stand its unit and the word *counted*, *measured*
-# or *modelled*; the budget is *given*. Other figures do not belong there. What follows from the facts you say in words:
-# what was wrong, what you do not know, and, on a line that begins with *Recommendation:*, what the customer should do.
-# It depends on `facts["cost"]` and `facts["budget"]`, which are there if part 1 was done.
+# or *modelled*; the budget is *given*. Other figures do not belong there; small whole numbers may count things. What
+# follows from the facts you say in words: what you do not know, on a line that begins with *Not known:*, and what the
+# customer should do and why, on one that begins with *Recommendation: start* or *Recommendation: do not start*. It
+# depends on `facts["cost"]` and `facts["budget"]`, which are there if part 1 was done.
 #
 # **Product:** a page of Markdown. **Points:** all, or none.
 

@@ -123,7 +123,7 @@ def quietly(fn: Callable, *args: Any, ranks: int, verify: bool = False, shown: b
 
 
 def run_text(program_text: str, ranks: int = RANKS, verify: bool = False) -> Seen:
-    """Run a text of the program on ranks; those that can never go on are told at once, with their lines."""
+    """Run a text of the program on ranks; those that can never go on are told with their lines, after 60 s at most."""
     loaded(program_text)
     found = quietly(_observed, program_text, ranks=ranks, verify=verify, shown=True)
     return Seen(*map(list, zip(*found, strict=True)))
