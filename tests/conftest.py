@@ -37,14 +37,12 @@ LONG = (  # what takes a minute or so, in the order in which workers begin it; a
     "tests/ranks/test_hangs_clinic.py", "tests/lessons/test_multi_node", "tests/ranks/test_where", "solutions/",
     "tests/lessons/test_ffcv_data_loading_lesson.py", "tests/ranks/test_launcher", "tests/promises/test_b",
     "tests/figures/test_explorers.py", "tests/figures/test_",
-    "tests/models/test_fabric.py", "tests/models/test_memory.py", "tests/models/test_models.py",
 )
 #: What `--quick` leaves out whole: kernels, browsers, other programs, ranks. Where else ranks are asked for, it skips.
 SLOW_PARTS = (
     "tests/ranks/", "tests/tools/", "tests/lessons/", "tests/exercises/",
     "tests/models/test_c_programs.py",
-    "tests/models/test_fabric.py::test_works_under_torchrun",
-    "tests/models/test_ffcv_fixes.py", "tests/models/test_images.py", "tests/promises/test_benchmarks.py",
+    "tests/models/test_ffcv_fixes.py", "tests/promises/test_benchmarks.py",
     "tests/promises/test_browser.py", "tests/promises/test_build.py",
     "tests/promises/test_core.py::test_the_core_edition_runs",
     "tests/promises/test_environment.py", "tests/promises/test_gpu_check.py", "tests/promises/test_hosted.py",
