@@ -1054,7 +1054,7 @@ def uneven():
 
 
 with expect_error():
-    launch(uneven, world_size=world_size, timeout=patience, backend="gloo")
+    launch(uneven, world_size=world_size, backend="gloo")
 
 # %% [markdown] tags=["deeper"]
 # gloo notices that more bytes arrive than fit, and ends the *process*: no exception, nothing to catch. When less
