@@ -70,9 +70,9 @@ def test_a_killed_host_loses_all_its_processes_at_once_and_may_start_again():
 
 def test_past_its_time_the_last_lines_of_each_host_are_shown_and_all_ends(started):
     with pytest.raises(RuntimeError) as caught:
-        run_on_hosts(["echo here; sleep 1000", "sleep 1000"], timeout=1)
+        run_on_hosts(["echo here; sleep 1000", "sleep 1000"], timeout=4)
     assert str(caught.value) == (
-        "no end within 1 seconds. The last lines of each host:\n\nnode0 | here\n\nnode1 | (it has printed nothing)"
+        "no end within 4 seconds. The last lines of each host:\n\nnode0 | here\n\nnode1 | (it has printed nothing)"
     )
     assert not started()
 

@@ -86,8 +86,3 @@ def test_a_wrong_rank_is_answered_with_evidence_that_the_learner_has():
     assert said.startswith("Not rank 1. Your evidence 'verify' speaks against it") and "rank 0 calls all_gather" in said
     with pytest.raises(ValueError, match="allowed are rank, call"):
         patient.diagnose("one rank only")
-
-
-def test_causes_are_each_of_one_patient_and_there_are_others():
-    causes = [case.cause for case in hangs.CASES]
-    assert len(set(causes)) == len(causes) and set(causes) < set(hangs.CAUSES)

@@ -188,7 +188,7 @@ HANGS = """
 def train():
     if dist.get_rank() == 0:
         dist.all_reduce(torch.ones(1000))  # alone
-launch(train, world_size=2, timeout=1)
+launch(train, world_size=2, timeout=4)
 """
 
 
