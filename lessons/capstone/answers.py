@@ -104,7 +104,7 @@ def report(facts: dict) -> str:
         else:
             number, unit, known = fact
             lines.append(f"| {name} | {number:,.6g} {unit} | {known} |")
-    lines += ["", "Not known: whether anything overlaps. What is modelled assumes that nothing does."]
+    lines += ["", "Not known: what overlaps. What is modelled assumes that nothing does."]
     dear = "cost" in facts and facts["cost"][0] > facts["budget"][0]
     advice = "do not start, it costs too much." if dear else "start, it is within the budget."
     lines += ["", f"Recommendation: {advice}"]
