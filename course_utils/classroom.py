@@ -77,7 +77,7 @@ def survey() -> list[Any]:
         asked = f"{number} {about}" if number.isdigit() else about
         field.observe(lambda change, asked=asked: tell(question=asked, said=change["new"][:120]), "value")
     rows = [widgets.HBox([widgets.Label(about), field]) for about, field in zip(SURVEY, fields, strict=True)]
-    told = "How was it? Your instructor sees what the class says, without names, as soon as you press Enter."
+    told = "How was it? Your instructor sees what the class says, without names. Press Enter after words."
     display(widgets.VBox([widgets.Label(told), *rows]))
     return fields
 

@@ -111,6 +111,23 @@ def test_cells_are_short_enough_to_see_at_once_and_every_tool_can_run_them(path:
     assert path.stat().st_size < 1_500_000
 
 
+@notebooks(LESSONS)
+def test_there_is_enough_text_for_the_code(path: Path):
+    """Folded cells, and those in which one commits to a prediction, need none."""
+    code = [cell for cell in code_cells(path) if not re.search(r"= predict\(|^predictions\(\)", cell.source)]
+    assert len(text_cells(path)) >= 0.7 * sum(not cell.metadata.get("jupyter") for cell in code)
+
+
+@notebooks(*EVERYWHERE)
+def test_links_lead_somewhere_and_folds_and_stored_widgets_are_shown(path: Path):
+    assert not [link for link in linked(text_cells(path)) if not (path.parent / link).exists()]
+    assert not [cell.source[:80] for cell in text_cells(path) if re.search(r"</details>\n[^\n]", cell.source)]
+    shown = [output for cell in code_cells(path) for output in cell.outputs]
+    assert "widgets" not in read(path).metadata, "without a kernel controls would be dead"
+    assert not [output for output in shown if any("widget" in kind for kind in output.get("data", {}))]
+    assert path not in EXERCISES or not shown and "BEGIN SOLUTION" not in text(code_cells(path)), "for the learner"
+
+
 @notebooks(*EVERYWHERE)
 def test_prose_is_plain(path: Path):
     words = prose(path)
